@@ -1,0 +1,71 @@
+"""The two protocols between a layer and its quantisation; method names and arguments are SGLang's.
+
+An importer's own layer works unchanged: call ``config.get_quant_method(layer, prefix)``, then ``create_weights``
+with a ``weight_loader``, load, ``process_weights_after_loading`` and ``apply``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LinearMethodBase(ABC):
+    """How one linear layer stores its weight and multiplies with it."""
+
+    # Checkpoint tensors of this layer (last name component) that may be in the file and are not read.
+    unused_tensors: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parameters that the checkpoint fills.
+
+        Args:
+            layer: receives the parameters.
+            input_size_per_partition: K of this rank.
+            output_partition_sizes: N of this rank for each fused part (q, k, v or gate, up; one entry if not fused).
+            input_size, output_size: K and N of the whole layer.
+            params_dtype: dtype of activations and outputs.
+            extra_weight_attrs: set on every parameter, ``weight_loader`` among them.
+        """
+
+    @abstractmethod
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [..., K] times the layer's weight, plus ``bias``: [..., N] in ``params_dtype``."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Turn loaded parameters into what ``apply`` needs. Called once, after every parameter was written."""
+        return None
+
+
+class QuantizationConfig(ABC):
+    """What a checkpoint (or a flag) says about quantisation; makes one method per layer."""
+
+    packed_modules_mapping: dict[str, list[str]]
+
+    @classmethod
+    @abstractmethod
+    def get_name(cls) -> str:
+        """Name in ``--quantization``."""
+
+    @abstractmethod
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """The method for the linear layer called ``prefix`` (its name in the checkpoint, a fused layer by its
+        fused name); None if this kind of layer is never quantised."""
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype | None:
+        """The KV cache dtype that the checkpoint asks for; None where it asks for none."""
+        return None

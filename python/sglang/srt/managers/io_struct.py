@@ -1,0 +1,103 @@
+"""Messages between the HTTP/tokenizer process and the scheduler process, encoded as MessagePack.
+
+No pickle: a decoder accepts exactly the types below.
+"""
+
+from typing import Any
+
+import msgspec
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class TokenizedGenerateReqInput(msgspec.Struct, tag=True, kw_only=True):
+    """One request, tokenised and validated.
+
+    ``logprob_start_len`` is the first prompt position whose log-probability is wanted; ``len(input_ids)`` means
+    none (output tokens only).
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    return_logprob: bool = False
+    logprob_start_len: int = 0
+    top_logprobs_num: int = 0
+
+
+class AbortReq(msgspec.Struct, tag=True, kw_only=True):
+    """Stop a request and free what it holds; unknown ids are ignored (it may just have finished)."""
+
+    rid: str
+
+
+class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
+    """Empty the prefix cache; refused while requests are running."""
+
+    call_id: str
+
+
+class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
+    """Ask for the scheduler's state (``/get_server_info``)."""
+
+    call_id: str
+
+
+class ControlReply(msgspec.Struct, tag=True, kw_only=True):
+    """Answer to a request with a ``call_id``."""
+
+    call_id: str
+    success: bool
+    data: dict[str, Any] = {}
+
+
+# (log-probability, token id); the log-probability of a prompt's first token is None.
+TokenLogprob = tuple[float | None, int]
+TopLogprobs = list[TokenLogprob] | None
+
+
+class ReqOutput(msgspec.Struct, kw_only=True):
+    """What one request gained in one step.
+
+    ``output_ids`` and the output log-probabilities hold only what is new since the last message; the input
+    log-probabilities come once, with the first message. ``finish_reason`` is None while the request runs, else
+    SGLang's dictionary: ``{"type": "stop", "matched": token id}``, ``{"type": "length", "length": n}`` or
+    ``{"type": "abort", "message": text, "status_code": int}``.
+    """
+
+    rid: str
+    output_ids: list[int]
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    input_token_logprobs: list[TokenLogprob] | None = None
+    input_top_logprobs: list[TopLogprobs] | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
+    output_top_logprobs: list[TopLogprobs] | None = None
+
+
+class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True):
+    """What one scheduler step produced, for all requests that have something new."""
+
+    outputs: list[ReqOutput]
+
+
+ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReq | GetInternalStateReq
+ToTokenizer = BatchTokenIDOutput | ControlReply
+
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+_to_tokenizer: msgspec.msgpack.Decoder[ToTokenizer] = msgspec.msgpack.Decoder(ToTokenizer)
+
+
+def encode(message: ToScheduler | ToTokenizer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_scheduler(data: bytes) -> ToScheduler:
+    return _to_scheduler.decode(data)
+
+
+def decode_to_tokenizer(data: bytes) -> ToTokenizer:
+    return _to_tokenizer.decode(data)
