@@ -13,6 +13,19 @@ import torch
 from torch import nn
 
 
+def register_weight(layer: nn.Module, name: str, data: torch.Tensor, **attrs: Any) -> None:
+    """Register ``data`` as a parameter without gradient (it may be of an integer dtype) and set ``attrs`` on it.
+
+    Attributes that loaders read: ``output_dim`` / ``input_dim`` (which dimension is N / K; absent from tensors with
+    one value per fused part), ``weight_loader(param, loaded_weight, shard_id)`` and ``check(loaded_weight)``, which
+    returns what is wrong with the values, or None.
+    """
+    param = nn.Parameter(data, requires_grad=False)
+    for key, value in attrs.items():
+        setattr(param, key, value)
+    layer.register_parameter(name, param)
+
+
 class LinearMethodBase(ABC):
     """How one linear layer stores its weight and multiplies with it."""
 

@@ -1,0 +1,394 @@
+"""The registry of NVFP4 GEMM backends: ``--fp4-gemm-backend``, what runs where, and why not elsewhere.
+
+Selection is a pure function of a :class:`Target` and two strings (:func:`resolve_fp4_gemm_backend`); the only
+process-wide state is the resolved choice. Importing this module needs neither CUDA nor FlashInfer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from importlib import metadata
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from sglang.srt.environ import envs
+from sglang.srt.errors import ArgumentError, StartupError
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.nvfp4 import NvFp4Weight
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "sglang.fp4_gemm_backends"
+FLAG = "--fp4-gemm-backend"
+
+# Names that this version reserves and does not have; a registered backend of the name takes precedence.
+RESERVED = {
+    "w4a16": "the weight-only kernel for SM80 to SM90 is not in this version yet; torch runs there, slowly",
+    "cpu": "the CPU kernel is not in this version yet; torch runs there",
+}
+
+
+# ------------------------------------------------------------------------------------------------------- target
+@dataclass(frozen=True)
+class Target:
+    """A machine, and optionally one linear layer on it: everything that a backend's answer may depend on.
+
+    ``capability`` is the compute capability as (major, minor), None off CUDA. Versions are None where the package is
+    absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with). ``weight_only`` None and
+    sizes 0 mean: no layer in particular.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    cuda: str | None = None
+    flashinfer: str | None = None
+    cudnn: str | None = None
+    cudnn_frontend: str | None = None
+    cutlass_dsl: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    in_features: int = 0
+    out_features: int = 0
+    weight_only: bool | None = None
+
+    @staticmethod
+    def current(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Target:
+        """The machine this process runs on."""
+        device = torch.device(device)
+        if device.type != "cuda":
+            return Target(device=device.type, dtype=dtype, flashinfer=_installed("flashinfer-python"))
+        return Target(
+            device="cuda",
+            capability=torch.cuda.get_device_capability(device),
+            cuda=torch.version.cuda,
+            flashinfer=_installed("flashinfer-python"),
+            cudnn=_cudnn_version(),
+            cudnn_frontend=_installed("nvidia-cudnn-frontend"),
+            cutlass_dsl=_installed("nvidia-cutlass-dsl"),
+            dtype=dtype,
+        )
+
+    def for_layer(self, in_features: int, out_features: int, weight_only: bool, dtype: torch.dtype) -> Target:
+        return replace(self, in_features=in_features, out_features=out_features, weight_only=weight_only, dtype=dtype)
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.device
+        return f"{self.device} with compute capability {self.capability[0]}.{self.capability[1]}"
+
+
+@cache
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn_version() -> str | None:
+    """Version of the cuDNN that loads in this process, "9.10.2"."""
+    number = torch.backends.cudnn.version()
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def at_least(version: str | None, minimum: str) -> bool:
+    """Whether ``version`` is known and not older than ``minimum``."""
+    try:
+        return version is not None and Version(version).release >= Version(minimum).release
+    except InvalidVersion:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------ backends
+@dataclass
+class PreparedWeight:
+    """A weight in one backend's own layout. Only the backend of that name may multiply with it."""
+
+    backend: str
+
+
+class Fp4GemmBackend(ABC):
+    """One way to multiply with NVFP4 weights. Subclassing registers; the class is never instantiated by users.
+
+    Attributes:
+        name: the value of ``--fp4-gemm-backend``.
+        aliases: other accepted spellings.
+        in_multiple, out_multiple: K and N are padded with zeros to multiples of these before ``prepare``.
+        per_column_scale: whether one call can apply a global scale per output column. Without it, a fused layer
+            whose parts have different global scales is multiplied part by part.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    in_multiple: ClassVar[int] = 16
+    out_multiple: ClassVar[int] = 1
+    per_column_scale: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if getattr(cls, "name", None) is None:  # a base of several backends
+            return
+        for name in (cls.name, *cls.aliases):
+            other = _names.get(name)
+            if name == "auto" or other is not None:
+                raise TypeError(f"FP4 GEMM backend name {name!r} of {cls.__module__} is taken by {other or 'auto'}")
+        _names.update(dict.fromkeys((cls.name, *cls.aliases), cls))
+
+    @classmethod
+    @abstractmethod
+    def priority(cls, target: Target) -> int:
+        """Rank among the candidates of ``auto`` on this target; higher is tried first, negative never."""
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reason(cls, target: Target) -> str | None:
+        """Why this backend can't run there, as a sentence without its subject; None if it can."""
+
+    @abstractmethod
+    def prepare(self, weight: NvFp4Weight) -> PreparedWeight:
+        """Bring a padded weight into this backend's layout, on the device it is on."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` [M > 0, padded K] of the layer's dtype to [M, padded N]; ``bias`` [padded N] or None."""
+
+
+_names: dict[str, type[Fp4GemmBackend]] = {}
+
+
+@cache
+def _load_backends() -> None:
+    from sglang.srt.layers.quantization import fp4_backends
+
+    for module in pkgutil.iter_modules(fp4_backends.__path__, fp4_backends.__name__ + "."):
+        importlib.import_module(module.name)
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+
+
+def backends() -> dict[str, type[Fp4GemmBackend]]:
+    """Every registered backend by name, in the order of registration."""
+    _load_backends()
+    return {name: backend for name, backend in _names.items() if name == backend.name}
+
+
+def candidates(target: Target) -> list[type[Fp4GemmBackend]]:
+    """Backends in the order in which ``auto`` tries them on ``target``, whether they can run or not."""
+    ranked = [backend for backend in backends().values() if backend.priority(target) >= 0]
+    return sorted(ranked, key=lambda backend: -backend.priority(target))
+
+
+def unsupported_reasons(target: Target) -> dict[str, str | None]:
+    """Every backend's reason against ``target``, None for those that can run."""
+    return {name: backend.unsupported_reason(target) for name, backend in backends().items()}
+
+
+def normalize_backend_name(value: str, source: str = FLAG) -> str:
+    """``value`` in its canonical spelling: case, surrounding blanks and aliases resolved, "auto" included.
+
+    Raises:
+        ArgumentError: no backend of that name.
+    """
+    name = value.strip().lower()
+    if name == "auto":
+        return name
+    backends()
+    if name in _names:
+        return _names[name].name
+    bare = name.removeprefix("flashinfer_")
+    if bare in RESERVED:
+        raise ArgumentError(f"{source} {value}: {RESERVED[bare]}")
+    hint = f" (did you mean {_names[bare].name}?)" if bare in _names else ""
+    raise ArgumentError(f"{source} {value!r} is not an FP4 GEMM backend{hint}; valid: auto, {', '.join(backends())}")
+
+
+# ----------------------------------------------------------------------------------------------------- selection
+@dataclass(frozen=True)
+class Resolution:
+    """What was asked for, where, and what it came to.
+
+    ``source`` is "default", the flag or the variable. ``reasons`` has every backend that can't run on the target.
+    ``warnings`` are to be logged once.
+    """
+
+    requested: str
+    source: str
+    name: str
+    reasons: Mapping[str, str]
+    warnings: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        asked = self.requested if self.source == "default" else f"{self.requested}, from {self.source}"
+        names_by_reason: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            names_by_reason.setdefault(reason, []).append(name)
+        passed_over = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items())
+        return f"FP4 GEMM backend: {self.name} (requested: {asked})" + (
+            f". Not here: {passed_over}" if passed_over else ""
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "requested": self.requested,
+            "source": self.source,
+            "resolved": self.name,
+            "unsupported": dict(self.reasons),
+        }
+
+
+def resolve_fp4_gemm_backend(requested: str, env_value: str | None, target: Target) -> Resolution:
+    """Decide which backend runs on ``target``. Pure: nothing is read from the environment, nothing is logged.
+
+    Args:
+        requested: value of ``--fp4-gemm-backend`` ("auto" if it was not given).
+        env_value: value of ``SGLANG_FLASHINFER_FP4_GEMM_BACKEND``; None or empty means unset.
+
+    Raises:
+        ArgumentError: an unknown name in either, or a named backend that can't run on ``target``; the text then
+            lists every backend with its reason.
+    """
+    variable = envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.name
+    flag = normalize_backend_name(requested)
+    from_env = normalize_backend_name(env_value, variable) if env_value and env_value.strip() else None
+    warnings: list[str] = []
+    name, source = flag, FLAG if flag != "auto" else "default"
+    if from_env is not None:
+        if flag == "auto":
+            name, source = from_env, variable
+            warnings.append(f"{variable} is deprecated and will be removed; use {FLAG} {from_env} instead")
+        elif from_env not in ("auto", flag):
+            warnings.append(f"{variable}={env_value} is ignored: {FLAG} {flag} was given (the variable is deprecated)")
+
+    reasons = {key: reason for key, reason in unsupported_reasons(target).items() if reason is not None}
+    if name != "auto":
+        if name in reasons:
+            lines = "\n".join(f"  {key}: {reasons.get(key, 'can run here')}" for key in backends())
+            raise ArgumentError(f"{source} {name} can't run on {target}. FP4 GEMM backends:\n{lines}")
+        return Resolution(name, source, name, reasons, tuple(warnings))
+    for backend in candidates(target):
+        if backend.name not in reasons:
+            return Resolution("auto", source, backend.name, reasons, tuple(warnings))
+    raise StartupError(f"no FP4 GEMM backend runs on {target}: {reasons}")
+
+
+class Fp4GemmRunnerBackend(Enum):
+    """The resolved choice, as importers of SGLang's quantisation layers ask for it."""
+
+    AUTO = "auto"
+    CUDNN = "cudnn"
+    CUTLASS = "cutlass"
+    CUTEDSL = "cutedsl"
+    TRTLLM = "trtllm"
+    W4A16 = "w4a16"
+    CPU = "cpu"
+    TORCH = "torch"
+    EXTERNAL = "external"
+
+    def is_auto(self) -> bool:
+        return self is Fp4GemmRunnerBackend.AUTO
+
+    def is_cudnn(self) -> bool:
+        return self is Fp4GemmRunnerBackend.CUDNN
+
+    def is_cutlass(self) -> bool:
+        return self is Fp4GemmRunnerBackend.CUTLASS
+
+    def is_cutedsl(self) -> bool:
+        return self is Fp4GemmRunnerBackend.CUTEDSL
+
+    def is_trtllm(self) -> bool:
+        return self is Fp4GemmRunnerBackend.TRTLLM
+
+    def is_flashinfer(self) -> bool:
+        return self.is_cudnn() or self.is_cutlass() or self.is_cutedsl() or self.is_trtllm()
+
+    # SGLang's later spelling of the same questions.
+    is_flashinfer_cudnn = is_cudnn
+    is_flashinfer_cutlass = is_cutlass
+    is_flashinfer_cutedsl = is_cutedsl
+    is_flashinfer_trtllm = is_trtllm
+
+
+_DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "float32": torch.float32}
+_resolution: Resolution | None = None
+
+
+def initialize_fp4_gemm_config(server_args: ServerArgs, quiet: bool = False) -> None:
+    """Resolve ``--fp4-gemm-backend`` for the device of ``server_args`` and keep the result for this process.
+
+    The choice and its warnings are logged, unless ``quiet``: a server has several processes and says it once.
+
+    Raises:
+        ArgumentError: see :func:`resolve_fp4_gemm_backend`.
+    """
+    from sglang.srt.platforms import resolve_device
+
+    global _resolution
+    dtype = _DTYPES.get(server_args.dtype, torch.bfloat16)
+    _resolution = resolve_fp4_gemm_backend(
+        server_args.fp4_gemm_runner_backend,
+        envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.get(),
+        Target.current(resolve_device(server_args.device), dtype),
+    )
+    if not quiet:
+        for warning in _resolution.warnings:
+            logger.warning(warning)
+        logger.info(str(_resolution))
+
+
+def get_fp4_gemm_resolution() -> Resolution | None:
+    """What :func:`initialize_fp4_gemm_config` decided; None if it was never called in this process."""
+    return _resolution
+
+
+def get_fp4_gemm_runner_backend() -> Fp4GemmRunnerBackend:
+    """The resolved backend; AUTO when never initialised."""
+    if _resolution is None:
+        return Fp4GemmRunnerBackend.AUTO
+    try:
+        return Fp4GemmRunnerBackend(_resolution.name)
+    except ValueError:  # registered by another package
+        return Fp4GemmRunnerBackend.EXTERNAL
+
+
+@cache
+def _log_fallback(message: str) -> None:
+    logger.warning(message)
+
+
+def backend_for_layer(target: Target, layer_name: str) -> Fp4GemmBackend:
+    """The backend for one layer: the process's choice if it takes the layer, else (``auto`` only) the next that does.
+
+    Raises:
+        StartupError: a backend was named and it can't take this layer, or none can.
+    """
+    resolution = _resolution or resolve_fp4_gemm_backend("auto", None, replace(target, weight_only=None))
+    chosen = backends()[resolution.name]
+    reason = chosen.unsupported_reason(target)
+    if reason is None:
+        return chosen()
+    shape = f"N={target.out_features}, K={target.in_features}"
+    if resolution.requested != "auto":
+        raise StartupError(
+            f"layer {layer_name} ({shape}): {FLAG} {chosen.name} can't take it: {reason}; {FLAG} auto picks a backend "
+            "for each layer"
+        )
+    reasons = [f"{chosen.name}: {reason}"]
+    for backend in candidates(target):
+        reason = backend.unsupported_reason(target)
+        if reason is None:
+            kind = "weight-only" if target.weight_only else "W4A4"
+            _log_fallback(f"FP4 GEMM backend: {backend.name} for {kind} layers ({'; '.join(reasons)})")
+            logger.debug("layer %s (%s): %s", layer_name, shape, backend.name)
+            return backend()
+        reasons.append(f"{backend.name}: {reason}")
+    raise StartupError(f"layer {layer_name} ({shape}): no FP4 GEMM backend can take it: {'; '.join(reasons)}")

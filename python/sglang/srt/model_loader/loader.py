@@ -1,0 +1,161 @@
+"""Filling a model from a checkpoint, exactly: every parameter written once, every tensor consumed or known unused."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sglang.srt.errors import CheckpointError
+from sglang.srt.model_loader.weight_utils import iterate_tensors
+
+# Tensors that exporters write and that no model here reads.
+UNUSED_TENSORS = ("*.rotary_emb.inv_freq", "*.k_proj.k_scale", "*.v_proj.v_scale", "*.q_proj.q_scale")
+
+# A checkpoint stores KV cache scales below the projections, the model holds them in its attention module.
+RENAMED_TENSORS = {".attn.k_scale": ".k_proj.k_scale", ".attn.v_scale": ".v_proj.v_scale"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one checkpoint tensor goes."""
+
+    module: nn.Module
+    param: torch.Tensor
+    shard_id: str | int | None
+
+    def fill(self, loaded: torch.Tensor) -> None:
+        check = getattr(self.param, "check", None)
+        problem = check(loaded) if check else None
+        if problem:
+            raise CheckpointError(problem)
+        loader = getattr(self.param, "weight_loader", None)
+        if loader is None:
+            if loaded.numel() == 1:
+                loaded = loaded.reshape(self.param.shape)
+            if loaded.shape != self.param.shape:
+                raise CheckpointError(f"expected shape {list(self.param.shape)}, found {list(loaded.shape)}")
+            if not loaded.is_floating_point():
+                raise CheckpointError(f"expected dtype {self.param.dtype}, found {loaded.dtype}")
+            self.param.data.copy_(loaded)
+        elif self.shard_id is None:
+            loader(self.param, loaded)
+        else:
+            loader(self.param, loaded, self.shard_id)
+
+
+def checkpoint_slots(model: nn.Module) -> tuple[dict[str, Slot], dict[str, list[str]]]:
+    """What the model needs, by the names that a checkpoint uses.
+
+    Returns:
+        slots: tensor name to where it goes; a fused layer appears under its parts' names.
+        fused: name of a tensor that holds a whole fused layer, to the names of its parts.
+    """
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    slots: dict[str, Slot] = {}
+    fused: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        parts = packed.get(leaf)
+        for name, param in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            for ours, theirs in RENAMED_TENSORS.items():
+                if full.endswith(ours):
+                    full = full.removesuffix(ours) + theirs
+            if parts is None:
+                slots[full] = Slot(module, param, None)
+                continue
+            fused[full] = [f"{parent}.{part}.{name}" if parent else f"{part}.{name}" for part in parts]
+            shard_ids: tuple[str | int, ...] = module.shard_ids
+            for part_name, shard_id in zip(fused[full], shard_ids, strict=True):
+                slots[part_name] = Slot(module, param, shard_id)
+    return slots, fused
+
+
+def _unused_patterns(model: nn.Module) -> list[str]:
+    """Names and globs of tensors that may be in the file and are not read, from the model and its methods."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    patterns = [*UNUSED_TENSORS, *getattr(model, "unused_checkpoint_tensors", ())]
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        parent, _, leaf = path.rpartition(".")
+        for tensor in getattr(method, "unused_tensors", ()):
+            patterns += [f"{parent}.{part}.{tensor}".lstrip(".") for part in (leaf, *packed.get(leaf, ()))]
+    return patterns
+
+
+def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill ``model``'s parameters from ``tensors`` (checkpoint name, value).
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, given twice, or has a shape, dtype or value that its parameter
+            can't take; the text names it.
+    """
+    slots, fused = checkpoint_slots(model)
+    patterns = _unused_patterns(model)
+    literal = {pattern for pattern in patterns if "*" not in pattern}
+    globs = [pattern for pattern in patterns if "*" in pattern]
+    written: set[str] = set()
+    for name, tensor in tensors:
+        names = [name] if name in slots else fused.get(name, [])
+        if not names:
+            if name in literal or any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+                continue
+            raise CheckpointError(
+                f"tensor {name} ({tensor.dtype}, {list(tensor.shape)}) is in the checkpoint but no layer reads it; "
+                f"is {name.rpartition('.')[0]} quantised in another way than the checkpoint's config says?"
+            )
+        if not written.isdisjoint(names):
+            raise CheckpointError(f"tensor {name} was given twice (by itself and as part of a fused tensor)")
+        slot = slots[names[0]]
+        if len(names) > 1:
+            slot = Slot(slot.module, slot.param, None)
+        try:
+            slot.fill(tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {name}: {error}") from error
+        written.update(names)
+    missing = [name for name in slots if name not in written]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        hint = ""
+        if any("scale" in name for name in missing):
+            hint = "; if these layers are not quantised, the checkpoint's quantisation config must exclude them"
+        raise CheckpointError(f"the checkpoint lacks {shown}{hint}")
+
+
+def fill_with_dummy_weights(model: nn.Module) -> None:
+    """Small random values (``--load-format dummy``): to measure speed without a checkpoint."""
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        if param.dtype == torch.uint8:
+            param.data.copy_(torch.randint(0, 256, param.shape, generator=generator, dtype=torch.uint8))
+        elif param.dtype == torch.float8_e4m3fn:
+            param.data.copy_(torch.rand(param.shape, generator=generator).to(torch.float8_e4m3fn))
+        elif param.dim() == 1 and not hasattr(param, "output_dim"):  # norms and per-part scales
+            param.data.fill_(1e-2)
+        else:
+            param.data.copy_(torch.empty(param.shape).uniform_(-1e-2, 1e-2, generator=generator))
+
+
+def load_model(model: nn.Module, model_path: str | Path, load_format: str = "auto", progress: bool = True) -> None:
+    """Fill every parameter of ``model`` from the folder ``model_path`` and prepare its layers for use.
+
+    Args:
+        load_format: "auto" and "safetensors" read the folder's safetensors files, "dummy" invents values.
+
+    Raises:
+        CheckpointError: the checkpoint can't be loaded exactly; the text names the file or tensor.
+    """
+    if load_format == "dummy":
+        fill_with_dummy_weights(model)
+    else:
+        load_weights(model, iterate_tensors(model_path, progress))
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
