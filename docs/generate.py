@@ -1,0 +1,176 @@
+"""Write the documentation that follows from the code: ``python docs/generate.py [--check]``.
+
+``--check`` writes nothing and fails if a file differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.fp4_utils import (
+    Target,
+    backends,
+    resolve_fp4_gemm_backend,
+    unsupported_reasons,
+)
+from sglang.srt.server_args import FieldSpec, field_specs
+from sglang.srt.upstream_flags import REFUSED_VALUES, REPLACED_FLAGS, UPSTREAM_FAMILIES, UPSTREAM_FLAGS
+
+FOLDER = Path(__file__).parent
+_HEADER = "<!-- Made by docs/generate.py; edit that, or the code it reads. -->\n\n"
+
+_GPUS = {
+    (7, 5): "T4, RTX 20",
+    (8, 0): "A100",
+    (8, 6): "A10, RTX 30",
+    (8, 9): "L4, L40S, RTX 40",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+    (10, 3): "B300",
+    (11, 0): "Jetson Thor",
+    (12, 0): "RTX 50, RTX PRO 6000",
+    (12, 1): "DGX Spark",
+}
+_COMPLETE = Target(
+    device="cuda", cuda="13.0", flashinfer="0.7.4", cudnn="9.23.1", cudnn_frontend="1.18.0", cutlass_dsl="4.4.0"
+)
+TARGETS: dict[str, Target] = {
+    **{f"{major}.{minor}": replace(_COMPLETE, capability=(major, minor)) for major, minor in _GPUS},
+    "CPU": Target(device="cpu", flashinfer="0.7.4"),
+}
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _values(spec: FieldSpec) -> str:
+    if spec.choices:
+        return ", ".join(f"`{choice}`" for choice in spec.choices)
+    if spec.type is bool:
+        return "none"
+    flag = spec.flag
+    bounds = [f"more than {flag.above}"] if flag.above is not None else []
+    bounds += [f"{flag.minimum} or more"] if flag.minimum is not None else []
+    bounds += [f"at most {flag.maximum}"] if flag.maximum is not None else []
+    kind = {int: "integer", float: "number", str: "text"}[spec.type]
+    return ", ".join([kind, *bounds])
+
+
+def _default(spec: FieldSpec) -> str:
+    if spec.required:
+        return "required"
+    if spec.type is bool:
+        return "off"
+    return "see text" if spec.default in (None, "") else f"`{spec.default}`"
+
+
+def server_arguments() -> str:
+    """Every flag of the server, and what is refused by name."""
+    rows = []
+    for spec in field_specs():
+        flags = "<br>".join(f"`{name}`" for name in spec.names)
+        rows.append([flags, f"`{spec.name}`", _values(spec), _default(spec), spec.flag.help])
+    refused = [[f"`{name}`", f"`{other}`"] for name, other in REPLACED_FLAGS.items()]
+    specs = {spec.name: spec for spec in field_specs()}
+    values = []
+    for name, reasons in REFUSED_VALUES.items():
+        for reason in dict.fromkeys(reasons.values()):
+            refused_values = ", ".join(f"`{value}`" for value, other in reasons.items() if other == reason)
+            values.append([f"`{specs[name].names[0]}`", refused_values, reason])
+    return (
+        _HEADER
+        + "# Server arguments\n\n"
+        + "`python -m sglang.launch_server --model-path MODEL ...`; `sglang.Engine(...)` takes the same as keywords "
+        + "(second column). A bad value ends the start with one line and exit status 2.\n\n"
+        + _table(["Flag", "Keyword", "Value", "Default", "Meaning"], rows)
+        + "\n## Refused by name\n\nNothing is accepted and ignored. These have another name here:\n\n"
+        + _table(["Flag", "Use"], refused)
+        + "\nThese values exist in SGLang:\n\n"
+        + _table(["Flag", "Value", "Answer"], values)
+        + "\nThese flags exist in SGLang and are not supported by this version: "
+        + ", ".join(f"`{name}*`" for name in UPSTREAM_FAMILIES)
+        + ", "
+        + ", ".join(f"`{name}`" for name in sorted(UPSTREAM_FLAGS))
+        + ".\n"
+    )
+
+
+def environment_variables() -> str:
+    """Every environment variable that the package reads."""
+    rows = [[f"`{variable.name}`", variable.default_text, variable.help] for variable in envs.all()]
+    return (
+        _HEADER
+        + "# Environment variables\n\nAn empty value is the same as none. A value that can't be used ends the start "
+        + "with one line that names the variable, and exit status 2.\n\n"
+        + _table(["Variable", "Default", "Meaning"], rows)
+    )
+
+
+def supported_hardware() -> str:
+    """Which FP4 backend runs where, as the registry itself answers."""
+    notes: dict[str, int] = {}
+
+    def cell(name: str, target: Target) -> str:
+        answers = []
+        for weight_only in (False, True):
+            reason = unsupported_reasons(replace(target, weight_only=weight_only))[name]
+            # The device's own properties, behind the semicolon, are in the row already.
+            note = None if reason is None else reason.partition("; this ")[0]
+            answers.append("yes" if note is None else f"no [{notes.setdefault(note, len(notes) + 1)}]")
+        return answers[0] if answers[0] == answers[1] else " / ".join(answers)
+
+    def chosen(target: Target, weight_only: bool) -> str:
+        return f"`{resolve_fp4_gemm_backend('auto', None, replace(target, weight_only=weight_only)).name}`"
+
+    names = list(backends())
+    rows = []
+    for device, target in TARGETS.items():
+        example = _GPUS[target.capability] if target.capability else "any"
+        cells = [cell(name, target) for name in names]
+        rows.append([device, example, *cells, chosen(target, False), chosen(target, True)])
+    header = ["Compute capability", "For example", *(f"`{name}`" for name in names)]
+    return (
+        _HEADER
+        + "# Supported hardware\n\nWhich `--fp4-gemm-backend` multiplies NVFP4 weights on which device, and which one "
+        + f"`auto` takes there. Assumed: FlashInfer {_COMPLETE.flashinfer}, CUDA {_COMPLETE.cuda}, cuDNN "
+        + f"{_COMPLETE.cudnn}, nvidia-cudnn-frontend {_COMPLETE.cudnn_frontend}, nvidia-cutlass-dsl "
+        + f"{_COMPLETE.cutlass_dsl}, bfloat16 activations. Where W4A4 and weight-only layers differ, a cell says "
+        + "W4A4 / weight-only. `python -m sglang.check_env` says the same for the machine it runs on.\n\n"
+        + _table([*header, "`auto`, W4A4", "`auto`, weight-only"], rows)
+        + "\n"
+        + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    )
+
+
+PAGES = {
+    "server_arguments.md": server_arguments,
+    "environment_variables.md": environment_variables,
+    "supported_hardware.md": supported_hardware,
+}
+
+
+def main(arguments: list[str] | None = None, folder: Path = FOLDER) -> int:
+    """Write the pages, or with ``--check`` compare them; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare; status 1 if a file is stale")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for name, render in PAGES.items():
+        file, text = folder / name, render()
+        if check and (not file.is_file() or file.read_text(encoding="utf-8") != text):
+            stale.append(name)
+        elif not check:
+            file.write_text(text, encoding="utf-8")
+    if stale:
+        print(f"stale: {', '.join(stale)}; run: python docs/generate.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

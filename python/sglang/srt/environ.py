@@ -1,0 +1,77 @@
+"""Every environment variable that this package reads, typed: ``envs.NAME.get()``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from sglang.srt.errors import ArgumentError
+
+T = TypeVar("T")
+
+
+class EnvField(Generic[T]):
+    """One variable. It is read when asked for, never at import; an empty value is the same as none."""
+
+    name: str
+
+    def __init__(self, parse: Callable[[str], T], default: Callable[[], T], default_text: str, help: str) -> None:
+        self._parse = parse
+        self._default = default
+        self.default_text = default_text
+        self.help = help
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def is_set(self) -> bool:
+        return bool(os.environ.get(self.name))
+
+    def get(self) -> T:
+        """The variable's value, or the default where it is unset or empty.
+
+        Raises:
+            ArgumentError: the value can't be used; the text names the variable.
+        """
+        value = os.environ.get(self.name)
+        if not value:
+            return self._default()
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            raise ArgumentError(f"environment variable {self.name}={value!r}: {error}") from None
+
+
+def _folder(value: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path")
+    if path.exists() and not path.is_dir():
+        raise ValueError("is a file, not a folder")
+    return path
+
+
+class Envs:
+    """The variables, by name."""
+
+    SGLANG_FLASHINFER_FP4_GEMM_BACKEND: EnvField[str | None] = EnvField(
+        str,
+        lambda: None,
+        "unset",
+        "Deprecated, use `--fp4-gemm-backend`. Kernel of NVFP4 linear layers; read only while the flag is `auto`.",
+    )
+    SGLANG_CACHE_DIR: EnvField[Path] = EnvField(
+        _folder,
+        lambda: Path.home() / ".cache" / "sglang",
+        "`~/.cache/sglang`",
+        "Absolute path of the folder for compiled kernels and other files that can be made again.",
+    )
+
+    def all(self) -> tuple[EnvField[str | None] | EnvField[Path], ...]:
+        """Every variable, in the order of declaration."""
+        return tuple(value for value in vars(type(self)).values() if isinstance(value, EnvField))
+
+
+envs = Envs()

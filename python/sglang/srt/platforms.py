@@ -1,0 +1,99 @@
+"""The device seam: the only place that asks which device there is and how much memory it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from sglang.srt.errors import ArgumentError
+
+
+def resolve_device(name: str | None = None) -> torch.device:
+    """The device to run on: ``name`` ("cpu", "cuda" or "cuda:1"), or the best one there is for None.
+
+    Raises:
+        ArgumentError: no such kind of device, or no usable GPU for "cuda".
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ArgumentError(f"--device {name}: unknown device; valid: cpu, cuda")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        why = "this PyTorch was built without CUDA" if torch.version.cuda is None else "no usable GPU was found"
+        raise ArgumentError(f"--device {name}: {why}; use --device cpu or install a CUDA build and a driver")
+    # Not torch.cuda.current_device(): it would create a context in a process that only checks arguments.
+    number = int(index or 0)
+    if number >= torch.cuda.device_count():
+        raise ArgumentError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
+    return torch.device("cuda", number)
+
+
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability (major, minor) of a GPU; None for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's model name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now, by this process, on ``device``; on the CPU within the cgroup's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([int(psutil.virtual_memory().available), *(max(limit - used, 0) for limit, used in _cgroup_memory())])
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that ``device`` has; on the CPU at most the cgroup's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_memory())])
+
+
+def memory_used_by_process(device: torch.device) -> int:
+    """Bytes that this process holds: what torch's allocator reserved on a GPU, the resident set on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def _cgroup_memory(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every memory-limited cgroup around this process, versions 1 and 2.
+
+    Used memory excludes the inactive page cache, which the kernel drops before it refuses an allocation.
+    """
+    found: list[tuple[int, int]] = []
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        version2 = controllers == ""
+        base = root if version2 else root / "memory"
+        names = ("memory.max", "memory.current") if version2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        cache_key = "inactive_file" if version2 else "total_inactive_file"
+        folder = base / group.lstrip("/")
+        while True:
+            try:
+                # "max" (version 2) fails int(): no limit at this level.
+                limit, used = (int((folder / name).read_text()) for name in names)
+                stats = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                found.append((limit, used - int(stats.get(cache_key, 0))))
+            except (OSError, ValueError):
+                pass
+            if folder == base:
+                break
+            folder = folder.parent
+    return found

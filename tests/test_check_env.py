@@ -1,0 +1,130 @@
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+import sglang
+from sglang import check_env
+from sglang.srt.environ import envs
+from sglang.srt.errors import ArgumentError
+from sglang.srt.layers.quantization.fp4_utils import Target, backends, candidates
+
+VARIABLE = envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.name
+B200 = Target(
+    device="cuda",
+    capability=(10, 0),
+    cuda="13.0",
+    flashinfer="0.7.4",
+    cudnn="9.23.1",
+    cudnn_frontend="1.18.0",
+    cutlass_dsl="4.4.0",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def as_json(capsys, *argv) -> dict:
+    check_env.run(["--json", "--device", "cpu", *argv])
+    return json.loads(capsys.readouterr().out)
+
+
+def as_text(report: dict, width: int = 100) -> str:
+    output = StringIO()
+    check_env.print_report(report, Console(file=output, width=width))
+    return output.getvalue()
+
+
+def test_json_has_everything(capsys):
+    report = as_json(capsys)
+    assert report["versions"]["sglang-nvfp4"] == sglang.__version__
+    assert {"torch", "python", "transformers", "flashinfer-python", "NVIDIA driver"} <= set(report["versions"])
+    cpu = report["devices"][-1]
+    assert (cpu["device"], cpu["capability"]) == ("cpu", None)
+    assert 0 < cpu["memory_available"] <= cpu["memory_total"]
+    fp4 = report["fp4_gemm"]
+    assert [backend["name"] for backend in fp4["backends"]] == list(backends())
+    assert (fp4["target"], fp4["flag"], fp4["environment"], fp4["error"]) == ("cpu", "auto", None, None)
+    assert fp4["resolution"]["source"] == "default"
+    assert fp4["resolution"]["resolved"] == fp4["auto"]["w4a4"]
+    for backend in fp4["backends"]:
+        listed = fp4["resolution"]["unsupported"]
+        assert (backend["w4a4"] is None) == (backend["name"] not in listed)
+
+
+def test_environment_variable_is_explained(capsys, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "Torch")
+    report = as_json(capsys)
+    fp4 = report["fp4_gemm"]
+    assert fp4["environment"] == "Torch"
+    assert (fp4["resolution"]["requested"], fp4["resolution"]["source"]) == ("torch", VARIABLE)
+    assert VARIABLE in fp4["warnings"][0]
+    text = as_text(report)
+    assert f"warning: {VARIABLE} is deprecated" in text
+    assert f"asks for torch (from {VARIABLE}) and gets torch." in text
+
+
+def test_what_would_not_start_is_shown_and_is_status_2(capsys):
+    with pytest.raises(ArgumentError) as caught:
+        check_env.run(["--json", "--device", "cpu", "--fp4-gemm-backend", "cutlass"])
+    assert caught.value.exit_code == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["fp4_gemm"]["resolution"] is None
+    assert report["fp4_gemm"]["error"] == str(caught.value)
+    reason = next(backend["w4a4"] for backend in report["fp4_gemm"]["backends"] if backend["name"] == "cutlass")
+    assert reason in str(caught.value)
+    assert report["versions"]["torch"]
+    assert "A server started now" not in as_text(report)
+
+
+@pytest.mark.parametrize("argv", [["--device", "tpu"], ["--nonsense"], ["--js"]])
+def test_bad_argument(argv):
+    with pytest.raises(ArgumentError, match=argv[0]):
+        check_env.run(argv)
+
+
+def test_tables_name_every_backend_and_reason():
+    report = check_env.collect("cpu", "auto")
+    text = as_text(report, width=240)
+    for backend in report["fp4_gemm"]["backends"]:
+        assert backend["name"] in text
+        assert backend["w4a4"] is None or backend["w4a4"] in text
+    assert "A server started now asks for auto and gets" in text
+    assert all(name in text for name in report["versions"])
+
+
+def test_a_reason_with_brackets_is_shown_as_it_is():
+    # rich takes [word] for markup and would drop it.
+    report = check_env.collect("cpu", "auto")
+    report["fp4_gemm"]["backends"][0]["w4a4"] = "needs FlashInfer: pip install 'sglang-nvfp4[cuda13]'"
+    assert "'sglang-nvfp4[cuda13]'" in as_text(report, width=240)
+
+
+def test_report_of_another_machine():
+    report = check_env.fp4_report(B200, "auto", None)
+    reasons = {backend["name"]: (backend["w4a4"], backend["weight_only"]) for backend in report["backends"]}
+    assert reasons["cutlass"][0] is None
+    assert reasons["cutlass"][1] is not None
+    assert report["auto"]["w4a4"] == candidates(B200)[0].name
+    assert report["auto"]["weight_only"] != report["auto"]["w4a4"]
+    without = check_env.fp4_report(replace(B200, flashinfer=None), "cutlass", None)
+    assert "FlashInfer" in without["error"]
+    assert without["resolution"] is None
+
+
+def test_driver_version(monkeypatch):
+    class Done:
+        stdout = "580.95.05\n580.95.05\n"
+
+    monkeypatch.setattr(check_env.subprocess, "run", lambda *args, **options: Done)
+    assert check_env.versions()["NVIDIA driver"] == "580.95.05"
+
+    def missing(*args, **options):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(check_env.subprocess, "run", missing)
+    assert check_env.versions()["NVIDIA driver"] is None
