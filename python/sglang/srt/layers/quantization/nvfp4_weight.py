@@ -11,14 +11,11 @@ reproduced byte for byte by the same steps, all in fp32:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, nvfp4_global_scale, pack
-
-# Projections that a server runs as one matrix product and that therefore share their global scales.
-FUSED_PROJECTIONS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _E4M3_SMALLEST = 2.0**-9
 # Rows are quantised in pieces of about this many elements: fp32 copies take 16 MB each. Larger pieces are slower (page
@@ -35,22 +32,23 @@ def global_scale_from_amax(amax: float) -> torch.Tensor:
     return nvfp4_global_scale(torch.tensor(amax, dtype=torch.float32)) if amax else torch.ones(())
 
 
-def unify_fused_amax(amax: Mapping[str, float]) -> dict[str, float]:
+def unify_fused_amax(amax: Mapping[str, float], fused: Iterable[Sequence[str]]) -> dict[str, float]:
     """Give the parts of each fused layer the largest amax among them.
 
     Args:
         amax: largest magnitude by module name (``model.layers.0.self_attn.q_proj``). Only the modules present are
             unified: a part that is not quantised has no say.
+        fused: the projections of each fused layer (``["q_proj", "k_proj", "v_proj"]``).
     """
     unified = dict(amax)
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    layer_of = {projection: index for index, projections in enumerate(fused) for projection in projections}
+    layers: dict[tuple[str, int], list[str]] = {}
     for name in amax:
         parent, _, projection = name.rpartition(".")
-        for projections in FUSED_PROJECTIONS:
-            if projection in projections:
-                groups.setdefault((parent, projections), []).append(name)
-    for members in groups.values():
-        unified.update(dict.fromkeys(members, max(amax[name] for name in members)))
+        if projection in layer_of:
+            layers.setdefault((parent, layer_of[projection]), []).append(name)
+    for parts in layers.values():
+        unified.update(dict.fromkeys(parts, max(amax[part] for part in parts)))
     return unified
 
 

@@ -85,9 +85,9 @@ class FlashInferBackend(Fp4GemmBackend):
 
     @classmethod
     def unsupported_reason(cls, target: Target) -> str | None:
-        listed = ", ".join(f"{major}.{minor}" for major, minor in cls.capabilities)
         if target.device != "cuda" or target.capability is None:
-            return f"needs a CUDA GPU of compute capability {listed}; this is {target}"
+            return f"needs a CUDA GPU with FP4 units (Blackwell); this is {target}"
+        listed = ", ".join(f"{major}.{minor}" for major, minor in cls.capabilities)
         if target.capability not in cls.capabilities:
             return f"needs compute capability {listed}; this device has {target.capability[0]}.{target.capability[1]}"
         if target.flashinfer is None:

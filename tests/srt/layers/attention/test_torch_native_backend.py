@@ -1,0 +1,118 @@
+"""The paged attention against a direct computation in float64."""
+
+import pytest
+import torch
+
+from sglang.srt.errors import ArgumentError
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, create_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+HEADS, KV_HEADS, DIM = 6, 2, 10
+CPU = torch.device("cpu")
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    """q [n, heads, dim] at the end of k, v [length, kv_heads, dim]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    out = torch.empty_like(q)
+    for i in range(q.shape[0]):
+        position = k.shape[0] - q.shape[0] + i
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            kv_head = head // (q.shape[1] // k.shape[1])
+            scores = k[first : position + 1, kv_head] @ q[i, head] * scaling
+            out[i, head] = scores.softmax(0) @ v[first : position + 1, kv_head]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        (torch.float32, torch.float32, 1e-6),
+        (torch.float32, torch.float8_e4m3fn, 1e-6),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float16, torch.float16, 3e-3),
+    ],
+)
+@pytest.mark.parametrize("lengths", [[(0, 9), (12, 1), (5, 4), (3, 8)], [(0, 1), (1, 1), (15, 1)]])
+def test_against_direct_computation(
+    window: int | None,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    tolerance: float,
+    lengths: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``lengths``: cached and new tokens of each request; query blocks of 3 are crossed."""
+    monkeypatch.setattr("sglang.srt.layers.attention.torch_native_backend.QUERY_BLOCK", 3)
+    torch.manual_seed(0)
+    layer = RadixAttention(HEADS, DIM, 0.4, KV_HEADS, layer_id=1, sliding_window=window)
+    scales = (1.0, 1.0)
+    if kv_dtype == torch.float8_e4m3fn:
+        scales = layer.k_scale, layer.v_scale = (0.37, 0.021)
+    rows = ReqToTokenPool(7, 32, CPU)
+    pool = MHATokenToKVPool(96, 4, kv_dtype, KV_HEADS, DIM, 2, CPU)
+    backend = TorchNativeAttnBackend()
+    slots = torch.randperm(96) + 4
+    wanted = []
+    new_q, new_k, new_v, out_slots, used = [], [], [], [], 0
+    row_order = [5, 0, 3, 6][: len(lengths)]
+    for row, (cached, new) in zip(row_order, lengths, strict=True):
+        mine = slots[used : used + cached + new]
+        used += cached + new
+        rows.req_to_token[row, : cached + new] = mine.int()
+        q, k, v = (torch.randn(cached + new, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        pool.set_kv_buffer(layer, mine[:cached], k[:cached], v[:cached])
+        stored_k, stored_v = k, v
+        if kv_dtype == torch.float8_e4m3fn:
+            stored_k, stored_v = ((x / s).to(kv_dtype).float() * s for x, s in zip((k, v), scales, strict=True))
+        wanted.append(reference(q[cached:], stored_k, stored_v, 0.4, window))
+        new_q.append(q[cached:])
+        new_k.append(k[cached:])
+        new_v.append(v[cached:])
+        out_slots.append(mine[cached:])
+    totals = [cached + new for cached, new in lengths]
+    decode = all(new == 1 for _, new in lengths)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        input_ids=torch.zeros(sum(new for _, new in lengths), dtype=torch.int64),
+        positions=torch.zeros(sum(new for _, new in lengths), dtype=torch.int64),
+        req_pool_indices=torch.tensor(row_order),
+        seq_lens=torch.tensor(totals),
+        seq_lens_list=totals,
+        out_cache_loc=torch.cat(out_slots),
+        extend_seq_lens=[new for _, new in lengths],
+        sampling_info=SamplingBatchInfo(()),
+        req_to_token_pool=rows,
+        token_to_kv_pool=pool,
+        attn_backend=backend,
+    )
+    backend.init_forward_metadata(batch)
+    out = layer(torch.cat(new_q), torch.cat(new_k), torch.cat(new_v), batch)
+    assert out.dtype == dtype
+    expected = torch.cat(wanted).flatten(1)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    # The other layer's cache is untouched.
+    assert not pool.get_key_buffer(0).float().any()
+
+
+def test_unknown_backend_is_refused() -> None:
+    assert isinstance(create_attention_backend("torch_native", CPU, torch.float32), TorchNativeAttnBackend)
+    with pytest.raises(ArgumentError, match="--attention-backend fa9: unknown backend; usable here: torch_native"):
+        create_attention_backend("fa9", CPU, torch.float32)
+
+
+def test_backend_that_can_not_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GpuOnly(TorchNativeAttnBackend):
+        @classmethod
+        def unsupported_reason(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+            return "it needs a GPU" if device.type == "cpu" else None
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "gpu_only", GpuOnly)
+    with pytest.raises(ArgumentError, match=r"gpu_only: it needs a GPU; usable here: torch_native$"):
+        create_attention_backend("gpu_only", CPU, torch.float32)

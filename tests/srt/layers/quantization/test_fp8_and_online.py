@@ -1,0 +1,96 @@
+"""FP8 layers with unequal fused scales, and quantisation at load, against float64."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_linear_io import FIXTURES, relative_error
+from torch import nn
+
+from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+from sglang.srt.layers.quantization.nvfp4_online import OnlineNvFp4Config
+from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4
+
+FP8 = ModelOptFp4Config("MIXED_PRECISION", quantized_layers=dict.fromkeys(("q_proj", "k_proj", "v_proj"), "FP8"))
+
+
+def fp8_layer() -> tuple[QKVParallelLinear, dict[str, dict[str, torch.Tensor]]]:
+    layer = QKVParallelLinear(32, 8, 4, 2, params_dtype=torch.float32, quant_config=FP8, prefix="qkv_proj")
+    files = {}
+    for part, rows, scale, input_scale in (("q", 32, 1e-3, 0.01), ("k", 16, 9e-4, 0.02), ("v", 16, 1.5e-2, 0.015)):
+        files[part] = {
+            "weight": torch.randn(rows, 32).mul(50).to(torch.float8_e4m3fn),
+            "weight_scale": torch.tensor(scale),
+            "input_scale": torch.tensor(input_scale),
+        }
+        for key, value in files[part].items():
+            layer.weight_loader(getattr(layer, key), value, part)
+    return layer, files
+
+
+def test_fp8_parts_keep_their_scales_and_share_the_input_scale() -> None:
+    layer, files = fp8_layer()
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(2, 3, 32)
+    x[0, 0, 0] = 1e6  # saturates instead of becoming NaN
+    a = (x.double() / 0.02).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * 0.02
+    w = torch.cat([file["weight"].double() * file["weight_scale"].double() for file in files.values()])
+    assert relative_error(layer(x), a @ w.T) < 1e-6
+
+
+def test_fp8_refusals() -> None:
+    layer, _ = fp8_layer()
+    layer.weight.data.view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(CheckpointError, match="layer qkv_proj: the FP8 weight holds NaN"):
+        layer.quant_method.process_weights_after_loading(layer)
+    layer, _ = fp8_layer()
+    layer.weight_scale.data.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="layer qkv_proj: weight_scale was not loaded"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_quantising_at_load_gives_the_exporters_weights(weight_only: bool) -> None:
+    source = load_file(FIXTURES / "tiny-llama-bf16" / "model.safetensors")
+    exported = load_file(FIXTURES / "tiny-llama-modelopt-nvfp4" / "model.safetensors")
+    prefix = "model.layers.0.self_attn."
+    layer = QKVParallelLinear(
+        256,
+        64,
+        4,
+        2,
+        params_dtype=torch.float32,
+        quant_config=OnlineNvFp4Config(weight_only),
+        prefix=prefix + "qkv_proj",
+    )
+    expected = []
+    for part in "qkv":
+        name = f"{prefix}{part}_proj.weight"
+        layer.weight_loader(layer.weight, source[name], part)
+        expected.append(dequantize_nvfp4(exported[name], exported[name + "_scale"], exported[name + "_scale_2"]))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "weight")
+    x = torch.randn(5, 256)
+    y = layer(x)
+    error = relative_error(y, x.double() @ torch.cat(expected).double().T)
+    assert error < 1e-6 if weight_only else 0.02 < error < 0.2  # 4-bit activations show, and no more than they should
+
+
+def test_quantising_at_load_refuses_by_name() -> None:
+    config = OnlineNvFp4Config(weight_only=True)
+    layer = ReplicatedLinear(24, 8, quant_config=config, prefix="a.down_proj")
+    layer.weight.data.zero_()
+    with pytest.raises(CheckpointError, match="layer a.down_proj: NVFP4 needs K to be a multiple of 16, it is 24"):
+        layer.quant_method.process_weights_after_loading(layer)
+    layer = ReplicatedLinear(32, 8, quant_config=config, prefix="a.down_proj")
+    layer.weight.data.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="layer a.down_proj: the weight holds NaN"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_an_all_zero_weight_gives_zeros() -> None:
+    layer = ReplicatedLinear(32, 8, quant_config=OnlineNvFp4Config(False), prefix="a.b")
+    nn.init.zeros_(layer.weight)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not layer(torch.randn(3, 32)).any()

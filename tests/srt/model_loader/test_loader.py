@@ -1,0 +1,158 @@
+"""Completeness: every parameter once, every tensor consumed or known unused, everything else refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+from sglang.srt.model_loader.loader import load_model, load_weights
+from sglang.srt.model_loader.weight_utils import iterate_tensors, safetensors_files
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "tiny-llama-bf16"
+
+
+class Model(nn.Module):
+    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    unused_checkpoint_tensors = ("lm_head.weight",)
+
+    def __init__(self, quantized: bool = False) -> None:
+        super().__init__()
+        config = ModelOptFp4Config(exclude_modules=["out"]) if quantized else None
+        self.gate_up_proj = MergedColumnParallelLinear(32, [16, 16], quant_config=config, prefix="gate_up_proj")
+        self.out = ReplicatedLinear(32, 8, bias=True, quant_config=config, prefix="out")
+        self.norm = nn.Parameter(torch.empty(32))
+
+
+def full() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {
+        "gate_proj.weight": (16, 32),
+        "up_proj.weight": (16, 32),
+        "out.weight": (8, 32),
+        "out.bias": (8,),
+        "norm": (32,),
+    }
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+def wrap(model: Model) -> nn.Module:
+    """``norm`` is a parameter of the root; give the root a name as real models have."""
+    outer = nn.Module()
+    outer.model = model
+    outer.packed_modules_mapping = model.packed_modules_mapping  # type: ignore[assignment]
+    outer.unused_checkpoint_tensors = model.unused_checkpoint_tensors  # type: ignore[assignment]
+    return outer
+
+
+def named(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(name if name.startswith("lm_head") else f"model.{name}", value) for name, value in tensors.items()]
+
+
+def test_loads_and_ignores_what_is_known_unused() -> None:
+    model, tensors = Model(), full()
+    extra = {"lm_head.weight": torch.zeros(1), "layers.0.rotary_emb.inv_freq": torch.zeros(1)}
+    load_weights(wrap(model), named({**tensors, **extra}))
+    assert torch.equal(model.gate_up_proj.weight, torch.cat([tensors["gate_proj.weight"], tensors["up_proj.weight"]]))
+    assert torch.equal(model.norm, tensors["norm"])
+
+
+def test_a_file_with_the_fused_tensor() -> None:
+    model, tensors = Model(), full()
+    fused = torch.cat([tensors.pop("gate_proj.weight"), tensors.pop("up_proj.weight")])
+    load_weights(wrap(model), named({**tensors, "gate_up_proj.weight": fused}))
+    assert torch.equal(model.gate_up_proj.weight, fused)
+
+
+@pytest.mark.parametrize("name", list(full()))
+def test_every_missing_tensor_is_named(name: str) -> None:
+    tensors = full()
+    del tensors[name]
+    with pytest.raises(CheckpointError, match=f"lacks model.{name}$"):
+        load_weights(wrap(Model()), named(tensors))
+
+
+def test_unknown_twice_and_misshapen_tensors_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"model.extra \(torch.float32, \[1\]\) .*no layer reads it"):
+        load_weights(wrap(Model()), named({**full(), "extra": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"model.gate_up_proj.weight was given twice"):
+        load_weights(wrap(Model()), named({**full(), "gate_up_proj.weight": torch.zeros(32, 32)}))
+    with pytest.raises(
+        CheckpointError, match=r"tensor model.up_proj.weight: expected shape \[16, 32\], found \[32, 16\]"
+    ):
+        load_weights(wrap(Model()), named({**full(), "up_proj.weight": torch.zeros(32, 16)}))
+    with pytest.raises(CheckpointError, match=r"tensor model.norm: expected shape \[32\], found \[31\]"):
+        load_weights(wrap(Model()), named({**full(), "norm": torch.zeros(31)}))
+
+
+def nvfp4_tensors() -> dict[str, torch.Tensor]:
+    tensors = {name: value for name, value in full().items() if not name.startswith(("gate", "up"))}
+    for part in ("gate_proj", "up_proj"):
+        tensors[f"{part}.weight"] = torch.zeros(16, 16, dtype=torch.uint8)
+        tensors[f"{part}.weight_scale"] = torch.ones(16, 2).to(torch.float8_e4m3fn)
+        tensors[f"{part}.weight_scale_2"] = torch.tensor(0.5)
+        tensors[f"{part}.input_scale"] = torch.tensor(0.5)
+    return tensors
+
+
+def test_nvfp4_tensors_are_checked_under_their_own_names() -> None:
+    load_weights(wrap(Model(quantized=True)), named(nvfp4_tensors()))
+    bad = torch.full((16, 2), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for change, words in (
+        ({"up_proj.weight_scale": bad}, r"model.up_proj.weight_scale: block scale \[0, 0\] is 0x7F, which is NaN"),
+        ({"gate_proj.weight_scale_2": torch.tensor(0.0)}, r"model.gate_proj.weight_scale_2: .*found 0.0"),
+        ({"gate_proj.weight": torch.zeros(16, 32).bfloat16()}, r"model.gate_proj.weight: expected dtype torch.uint8"),
+        (
+            {"out.weight": torch.zeros(8, 16, dtype=torch.uint8)},
+            r"model.out.weight: expected dtype torch.float32, found",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match="tensor " + words):
+            load_weights(wrap(Model(quantized=True)), named({**nvfp4_tensors(), **change}))
+    tensors = nvfp4_tensors()
+    for name in [name for name in tensors if "scale" in name]:
+        del tensors[name]
+    with pytest.raises(CheckpointError, match=r"lacks model.gate_proj.weight_scale, .* config must exclude them"):
+        load_weights(wrap(Model(quantized=True)), named(tensors))
+
+
+# -------------------------------------------------------------------------------------------------------- files
+def test_truncated_pointer_and_missing_files(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-4096])
+    with pytest.raises(CheckpointError, match=r"model.safetensors can't be read .*complete"):
+        list(iterate_tensors(tmp_path, progress=False))
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="Git LFS pointer"):
+        list(iterate_tensors(tmp_path, progress=False))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"lists model-2.safetensors, which is not in"):
+        safetensors_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not a safetensors index"):
+        safetensors_files(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
+        safetensors_files(tmp_path / "nowhere")
+
+
+def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor x is in b.safetensors and in a.safetensors"):
+        list(iterate_tensors(tmp_path, progress=False))
+
+
+def test_dummy_weights_run() -> None:
+    model = Model(quantized=True)
+    load_model(wrap(model), "", load_format="dummy")
+    y = model.gate_up_proj(torch.randn(2, 32))
+    assert y.isfinite().all() and y.any()
