@@ -3,11 +3,45 @@
 No pickle: a decoder accepts exactly the types below.
 """
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang.srt.errors import StartupError
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+# Unix has room for about 104 bytes of socket path; "/sglang-xxxxxxxx/scheduler" comes behind.
+_LONGEST_SOCKET_FOLDER = 75
+
+
+class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The two ZMQ endpoints between the processes. The receiving (PULL) side binds, the sending (PUSH) side connects.
+
+    The scheduler binds ``scheduler_input_ipc``; the HTTP process binds ``tokenizer_ipc`` before it starts the other.
+    """
+
+    scheduler_input_ipc: str
+    tokenizer_ipc: str
+
+    @classmethod
+    def create(cls) -> "PortArgs":
+        """Endpoints in a new directory that only this user can enter; :meth:`remove` deletes it.
+
+        Raises:
+            StartupError: the path of the directory for temporary files is too long for a socket.
+        """
+        parent = tempfile.gettempdir()
+        if len(parent) > _LONGEST_SOCKET_FOLDER:
+            raise StartupError(f"{parent} is too long a path for sockets; set TMPDIR to a shorter one")
+        folder = tempfile.mkdtemp(prefix="sglang-", dir=parent)
+        return cls(scheduler_input_ipc=f"ipc://{folder}/scheduler", tokenizer_ipc=f"ipc://{folder}/tokenizer")
+
+    def remove(self) -> None:
+        """Delete the sockets and their directory; safe to call twice."""
+        shutil.rmtree(Path(self.tokenizer_ipc.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 class TokenizedGenerateReqInput(msgspec.Struct, tag=True, kw_only=True):

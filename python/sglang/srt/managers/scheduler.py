@@ -1,0 +1,397 @@
+"""The scheduler process: continuous batching around one model runner.
+
+One turn of the loop: receive -> process requests -> choose a batch -> run it -> process its result and send. A prefill
+batch goes before a decode step; a prompt longer than ``chunked_prefill_size`` is computed in pieces, one such request
+at a time. ``run_batch`` and ``process_batch_result`` are separate, so that a loop may prepare the next batch between
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.distributed import SINGLE
+from sglang.srt.errors import StartupError
+from sglang.srt.managers.channel import Channel, ZmqChannel
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    ControlReply,
+    FlushCacheReq,
+    GetInternalStateReq,
+    PortArgs,
+    ReqOutput,
+    TokenizedGenerateReqInput,
+    ToScheduler,
+)
+from sglang.srt.managers.schedule_batch import RETRACT_DECODE_STEPS, MemoryPools, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import (
+    INIT_NEW_TOKEN_RATIO,
+    MIN_NEW_TOKEN_RATIO,
+    NEW_TOKEN_RATIO_DECAY,
+    AddReqResult,
+    PrefillAdder,
+)
+from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.forward_batch_info import LogitsProcessorOutput
+from sglang.srt.model_loader.loader import weight_bytes
+from sglang.srt.utils.log import configure_logging
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Owns every request from its arrival to its last token.
+
+    Args:
+        channel: where requests come from and outputs go to.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        model_runner: ModelRunner,
+        channel: Channel,
+    ) -> None:
+        self.model_config = model_config
+        self.model_runner = model_runner
+        self.channel = channel
+        self.chunked_prefill_size = server_args.chunked_prefill_size if server_args.chunked_prefill_size > 0 else None
+        allocator = TokenToKVPoolAllocator(
+            model_runner.max_total_num_tokens, model_runner.page_size, model_runner.device
+        )
+        cache_class = ChunkCache if server_args.disable_radix_cache else RadixCache
+        self.tree_cache = cache_class(model_runner.req_to_token_pool, allocator)
+        self.pools = MemoryPools(
+            req_to_token_pool=model_runner.req_to_token_pool,
+            token_to_kv_pool=model_runner.token_to_kv_pool,
+            allocator=allocator,
+            tree_cache=self.tree_cache,
+            attn_backend=model_runner.attn_backend,
+            vocab_size=model_config.vocab_size,
+        )
+        self.max_total_num_tokens = allocator.size
+        self.max_running_requests = min(model_runner.max_running_requests, model_runner.req_to_token_pool.size)
+        self.max_req_input_len = min(model_config.context_len, allocator.size) - 1
+        # Prompt and output together; the last token of the output takes no slot.
+        self.max_req_len = min(model_config.context_len, allocator.size + 1)
+        if self.max_req_len < model_config.context_len:
+            logger.warning(
+                "The KV cache holds %d tokens, less than the context length of %d: a request ends there with finish "
+                "reason length. Raise --max-total-tokens or --mem-fraction-static to serve longer ones.",
+                allocator.size, model_config.context_len,
+            )  # fmt: skip
+
+        self.waiting_queue: deque[Req] = deque()
+        self.running_batch = ScheduleBatch(self.pools, [])
+        self.last_batch: ScheduleBatch | None = None
+        self.chunked_req: Req | None = None
+        # The queue's head was refused for lack of memory: not worth asking again before a request leaves.
+        self.batch_is_full = False
+        self.new_token_ratio = INIT_NEW_TOKEN_RATIO
+        self.metrics = SchedulerMetrics(self.pools)
+        self.shutdown_requested = False
+        self._outbox: list[ReqOutput] = []
+
+    # The loop
+
+    def event_loop(self) -> None:
+        """Run until ``shutdown_requested`` is set (by a signal handler) and nothing is left to compute."""
+        busy = True
+        while busy or not self.shutdown_requested:
+            busy = self.step(block=not busy)
+
+    def step(self, block: bool = False) -> bool:
+        """One turn of the loop; False if there was nothing to compute. Waits for a message first if ``block``."""
+        began = time.perf_counter()
+        messages = self.recv_requests(block)
+        if block:  # idle time is no generation time
+            self.metrics.exclude_idle_time(time.perf_counter() - began)
+        for message in messages:
+            self.process_input_request(message)
+        batch = self.get_next_batch_to_run()
+        if batch is None:
+            self.on_idle()
+        else:
+            output, next_token_ids = self.run_batch(batch)
+            self.process_batch_result(batch, output, next_token_ids)
+        self.last_batch = batch
+        self.send_outputs()
+        return batch is not None
+
+    def recv_requests(self, block: bool) -> list[ToScheduler]:
+        """What arrived since the last turn. The only place where requests come in: with tensor parallelism, rank 0
+        receives and broadcasts here."""
+        return self.channel.recv(block)
+
+    def send_outputs(self) -> None:
+        outputs, self._outbox = self._outbox, []
+        if outputs:
+            self.channel.send(BatchTokenIDOutput(outputs=outputs))
+
+    def on_idle(self) -> None:
+        """Nothing to compute: then nothing may be left, and nothing may be held.
+
+        Raises:
+            RuntimeError: a request is stuck, or slots or rows have leaked.
+        """
+        if self.num_unfinished_reqs():
+            raise RuntimeError(
+                f"no batch can run, but {len(self.waiting_queue)} requests wait and {len(self._active_reqs())} hold "
+                f"slots, {self.pools.usage()}"
+            )
+        self.check_integrity()
+        self.new_token_ratio = INIT_NEW_TOKEN_RATIO
+
+    def check_integrity(self) -> None:
+        """Without requests every KV slot is free or cached, none is in use, every row is free; else RuntimeError."""
+        allocator, tree, rows = self.pools.allocator, self.tree_cache, self.pools.req_to_token_pool
+        held = allocator.size - allocator.available_size() - tree.evictable_size()
+        if held or tree.protected_size() or rows.available_size() != rows.size:
+            raise RuntimeError(
+                f"KV cache leak: {held} slots held by nobody, {rows.size - rows.available_size()} of {rows.size} rows "
+                f"taken, {self.pools.usage()}"
+            )
+
+    def num_unfinished_reqs(self) -> int:
+        return len(self.waiting_queue) + len(self._active_reqs())
+
+    def _active_reqs(self) -> list[Req]:
+        """The requests that hold slots."""
+        last = self.last_batch.reqs if self.last_batch is not None else []
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        unique = {id(req): req for req in (*self.running_batch.reqs, *last, *chunked) if req.req_pool_idx is not None}
+        return list(unique.values())
+
+    # Messages
+
+    def process_input_request(self, message: ToScheduler) -> None:
+        match message:
+            case TokenizedGenerateReqInput():
+                self._add_request(message)
+            case AbortReq():
+                self._abort_request(message.rid)
+            case FlushCacheReq():
+                self.channel.send(ControlReply(call_id=message.call_id, success=self.flush_cache()))
+            case GetInternalStateReq():
+                reply = ControlReply(call_id=message.call_id, success=True, data=self.get_internal_state())
+                self.channel.send(reply)
+
+    def _add_request(self, recv: TokenizedGenerateReqInput) -> None:
+        prompt_len, wanted = len(recv.input_ids), recv.sampling_params.max_new_tokens
+        room = max(self.max_req_len - prompt_len, 0)
+        req = Req(recv, room if wanted is None else min(wanted, room), self.model_config.eos_token_ids)
+        if 1 <= prompt_len <= self.max_req_input_len:
+            self.waiting_queue.append(req)
+        else:
+            message = f"The prompt has {prompt_len} tokens; it must have 1 to {self.max_req_input_len}."
+            req.abort(message, status_code=400)
+            self._outbox.append(req.take_output())
+
+    def _abort_request(self, rid: str) -> None:
+        for req in (*self.waiting_queue, *self._active_reqs()):
+            if req.rid != rid:
+                continue
+            req.abort("The request was aborted.", status_code=499)
+            if req.req_pool_idx is None:
+                self.waiting_queue.remove(req)
+            else:
+                self._release(req)
+            self._outbox.append(req.take_output())
+
+    def _release(self, req: Req) -> None:
+        self.pools.release(req)
+        self.batch_is_full = False
+        if req is self.chunked_req:
+            self.chunked_req = None
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False (and nothing is done) while there are requests."""
+        if self.num_unfinished_reqs():
+            logger.warning(
+                "Cache not flushed because there are pending requests. #queue-req: %d, #running-req: %d",
+                len(self.waiting_queue), len(self._active_reqs()),
+            )  # fmt: skip
+            return False
+        self.tree_cache.reset()
+        self.pools.allocator.clear()
+        logger.info("Cache flushed successfully!")
+        return True
+
+    def get_internal_state(self) -> dict[str, Any]:
+        from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
+
+        resolution = get_fp4_gemm_resolution()
+        return {
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "max_running_requests": self.max_running_requests,
+            "#running": len(self._active_reqs()),
+            "#waiting": len(self.waiting_queue),
+            "token usage": self.metrics.token_usage(),
+            "last_gen_throughput": self.metrics.last_gen_throughput,
+            "num_retracted_reqs": self.metrics.num_retracted_reqs,
+            "memory_usage": {
+                "weight_bytes": weight_bytes(self.model_runner.model),
+                "kv_cache_bytes": self.pools.token_to_kv_pool.get_kv_size_bytes(),
+            },
+            "fp4_gemm_backend": resolution.as_dict() if resolution is not None else None,
+        }
+
+    # Choosing a batch
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
+            self.last_batch.filter_batch()
+            if not self.last_batch.is_empty():
+                self.running_batch.merge_batch(self.last_batch)
+        self.running_batch.filter_batch()
+        new_batch = self.get_new_batch_prefill()
+        if new_batch is not None:
+            return new_batch
+        if self.running_batch.is_empty():
+            return None
+        self._make_room_for_decode()
+        self.running_batch.prepare_for_decode()
+        return self.running_batch
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
+            return None
+        running = self.running_batch.reqs
+        adder = PrefillAdder(self.pools, running, self.new_token_ratio, self.chunked_prefill_size)
+        if self.chunked_req is not None:
+            adder.add_chunked_req(self.chunked_req)
+        while self.waiting_queue and not self.batch_is_full and not adder.is_full():
+            if len(running) + len(adder.can_run_list) >= self.max_running_requests:
+                self.batch_is_full = True
+                break
+            result = adder.add_one_req(self.waiting_queue[0])
+            if result is not AddReqResult.CONTINUE:
+                self.batch_is_full = result is AddReqResult.NO_TOKEN
+                break
+            self.waiting_queue.popleft()
+        if not adder.can_run_list:
+            return None
+        self.chunked_req = adder.chunked_req
+        self.metrics.log_prefill(adder, len(running), len(self.waiting_queue))
+        batch = ScheduleBatch(self.pools, adder.can_run_list, adder.chunked_req)
+        batch.prepare_for_extend()
+        return batch
+
+    def _make_room_for_decode(self) -> None:
+        """Make sure that the next decode step has slots, retracting requests where it has not."""
+        batch = self.running_batch
+        if batch.check_decode_mem():
+            self.new_token_ratio = max(self.new_token_ratio - NEW_TOKEN_RATIO_DECAY, MIN_NEW_TOKEN_RATIO)
+            return
+        retracted = batch.reqs_to_retract()
+        batch.filter_batch()
+        generated = sum(len(req.output_ids) for req in batch.reqs)
+        possible = sum(req.max_new_tokens for req in batch.reqs) + 1
+        self.new_token_ratio = min((generated + RETRACT_DECODE_STEPS * len(batch.reqs)) / possible, 1.0)
+        self.batch_is_full = True
+        # Before those that never ran; the one that has waited longest, that is which has generated most, first.
+        self.waiting_queue.extendleft(retracted)
+        self.metrics.log_retraction(len(retracted), self.new_token_ratio)
+
+    # Running it
+
+    def run_batch(self, batch: ScheduleBatch) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        """Compute one step; returns its logits and the sampled tokens, int64 [B] on the device."""
+        output = self.model_runner.forward(batch.forward_batch)
+        next_token_ids = self.model_runner.sample(output, batch.forward_batch)
+        batch.input_ids = next_token_ids
+        return output, next_token_ids
+
+    def process_batch_result(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, next_token_ids: torch.Tensor
+    ) -> None:
+        """Give every request of ``batch`` its token, end those that are done and collect what is to be sent."""
+        is_extend = batch.forward_mode.is_extend()
+        for i, (req, token_id) in enumerate(zip(batch.reqs, next_token_ids.tolist(), strict=True)):
+            if is_extend and req.return_logprob:
+                req.add_input_logprobs(output, i)
+            if req is batch.chunked_req:
+                continue
+            if token_id < 0:
+                req.abort(
+                    "The model computed NaN or infinite logits: its weights are damaged or its dtype's range is too "
+                    "small; try --dtype bfloat16 or float32.",
+                    status_code=500,
+                )
+                self._release(req)
+                self._outbox.append(req.take_output())
+                continue
+            req.append_output(token_id)
+            if req.return_logprob:
+                req.add_output_logprobs(output, i)
+            if req.finished():
+                self._release(req)
+            elif is_extend:
+                self.tree_cache.cache_unfinished_req(req)
+            self._outbox.append(req.take_output())
+        if not is_extend:
+            self.metrics.count_decode_step(len(batch.reqs), len(self.waiting_queue))
+
+
+def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection) -> None:
+    """Body of the scheduler's process, a child of the HTTP process.
+
+    Sends one dictionary through ``ready_writer``: ``status`` "ready" with the sizes the parent needs, or "error" with
+    ``message`` and ``exit_code``. Then serves until SIGTERM, which lets running requests finish. Exit status 0 after
+    SIGTERM, else that of the error, which is in the log.
+    """
+    configure_logging(server_args.log_level)
+    # Control-C in a terminal reaches all processes; what to do about it is for the parent to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        scheduler, channel = _make_scheduler(server_args, port_args)
+    except Exception as error:
+        exit_code, message = 1, f"{type(error).__name__}: {error}"
+        if isinstance(error, StartupError):
+            exit_code, message = error.exit_code, str(error)
+        else:
+            logger.exception("The scheduler could not start.")
+        ready_writer.send({"status": "error", "message": message, "exit_code": exit_code})
+        sys.exit(exit_code)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "shutdown_requested", True))
+    state = scheduler.get_internal_state()
+    ready_writer.send({"status": "ready", "max_req_input_len": scheduler.max_req_input_len, **state})
+    ready_writer.close()
+    try:
+        scheduler.event_loop()
+    except Exception:
+        logger.exception("The scheduler hit an exception and ends.")
+        sys.exit(1)
+    finally:
+        channel.close()
+
+
+def _make_scheduler(server_args: ServerArgs, port_args: PortArgs) -> tuple[Scheduler, ZmqChannel]:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    model_config = ModelConfig.from_server_args(server_args)
+    # The parent has logged the choice already.
+    initialize_fp4_gemm_config(server_args, model_config.dtype, quiet=True)
+    model_runner = ModelRunner(server_args, model_config, SINGLE)
+    channel = ZmqChannel(port_args)
+    return Scheduler(server_args, model_config, model_runner, channel), channel
