@@ -1,0 +1,170 @@
+"""``sglang.Engine``: the same runtime as the server's, called in the same process instead of over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sglang.srt.entrypoints.runtime import Runtime
+from sglang.srt.entrypoints.scheduler_process import RunScheduler
+from sglang.srt.managers.generate_request import parse_generate_request
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.tokenizer_manager import close, last
+from sglang.srt.server_args import ServerArgs
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Loads a model and generates with it. Also a context manager.
+
+    Keyword arguments are the server's (:class:`ServerArgs`), or one ``server_args``. ``log_level`` is "error" unless
+    given, as in SGLang. The runtime has an event loop in a thread of its own, so every method may be called from any
+    thread, with or without a running event loop.
+
+    Raises:
+        StartupError: the model can't be served as asked.
+    """
+
+    def __init__(self, *, _run_scheduler: RunScheduler = run_scheduler_process, **kwargs: Any) -> None:
+        given = kwargs.pop("server_args", None)
+        if given is not None and kwargs:
+            raise TypeError(f"Engine(server_args=...) takes no other arguments, got {', '.join(kwargs)}")
+        self.server_args: ServerArgs = given or ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
+        # Handlers are the caller's; a library has no say in them.
+        logging.getLogger("sglang").setLevel(self.server_args.log_level.upper())
+        self._runtime = Runtime(self.server_args, _run_scheduler)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)
+        try:
+            self._run(self._runtime.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+        **others: Any,
+    ) -> Any:
+        """SGLang's response object for one prompt, a list of them for several; an iterator of cumulative ones if
+        ``stream``. ``others`` are further fields of ``/generate``; what is not supported is refused by name.
+
+        Raises:
+            RequestError: the request can't be served as written.
+            ServiceError: the scheduler failed.
+        """
+        outputs = self._start(
+            text=prompt,
+            sampling_params=sampling_params,
+            input_ids=input_ids,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            stream=stream,
+            rid=rid,
+            **others,
+        )
+        return self._iterate(outputs) if stream else self._run(last(outputs))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+        **others: Any,
+    ) -> Any:
+        """As :meth:`generate`, from any event loop; an asynchronous iterator if ``stream``."""
+        outputs = self._start(
+            text=prompt,
+            sampling_params=sampling_params,
+            input_ids=input_ids,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            stream=stream,
+            rid=rid,
+            **others,
+        )
+        return self._iterate_async(outputs) if stream else await self._submit(last(outputs))
+
+    def _start(self, **fields: Any) -> AsyncIterator[Any]:
+        return self._runtime.manager.generate(parse_generate_request(fields))
+
+    def _iterate(self, outputs: AsyncIterator[Any]) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    yield self._run(_next(outputs))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._run(close(outputs))
+
+    async def _iterate_async(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        try:
+            while True:
+                try:
+                    yield await self._submit(_next(outputs))
+                except StopAsyncIteration:
+                    return
+        finally:
+            await self._submit(close(outputs))
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """``work`` in the runtime's loop, awaitable in the caller's."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work`` in the runtime's loop; an interrupted wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def shutdown(self) -> None:
+        """End the scheduler process; what still runs gets an error. Safe to call twice, and called at exit."""
+        atexit.unregister(self.shutdown)
+        if self._thread.is_alive():
+            self._run(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _stop(self) -> None:
+        self._runtime.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+async def _next(outputs: AsyncIterator[T]) -> T:
+    return await outputs.__anext__()

@@ -1,0 +1,142 @@
+"""The life of a server process: checks, start, service, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from sglang.srt.entrypoints.http_app import HttpServer
+from sglang.srt.entrypoints.runtime import Runtime
+from sglang.srt.entrypoints.scheduler_process import RunScheduler
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
+from sglang.srt.utils.net import check_port_free
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT = 30.0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without uvicorn's signal handlers: a signal drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def launch_server(
+    server_args: ServerArgs,
+    run_scheduler: RunScheduler = run_scheduler_process,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    Args:
+        run_scheduler: what the scheduler process runs.
+        on_ready: called once, when requests are accepted.
+
+    Raises:
+        StartupError: the server can't start as asked. Nothing is left running.
+    """
+    configure_logging(server_args.log_level)
+    logger.info("server_args=%s", server_args)
+    check_port_free(server_args.host, server_args.port)
+    runtime = Runtime(server_args, run_scheduler)
+    loop = _new_event_loop()
+    try:
+        return loop.run_until_complete(_serve(runtime, on_ready or (lambda: None)))
+    finally:
+        runtime.stop(grace=0)
+        loop.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+async def _serve(runtime: Runtime, on_ready: Callable[[], None]) -> int:
+    args = runtime.server_args
+    application = HttpServer(runtime)
+    config = uvicorn.Config(
+        application.app,
+        host=args.host,
+        port=args.port,
+        log_config=None,
+        log_level=args.log_level,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=5,
+    )
+    listener = config.bind_socket()
+    server = _Uvicorn(config)
+    signals = _Signals()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        return await _live(runtime, application, serving, signals, on_ready)
+    finally:
+        application.ready = False
+        server.should_exit = True
+        await asyncio.wait({serving})
+        runtime.stop()
+
+
+async def _live(
+    runtime: Runtime,
+    application: HttpServer,
+    serving: asyncio.Future[None],
+    signals: _Signals,
+    on_ready: Callable[[], None],
+) -> int:
+    starting = asyncio.ensure_future(runtime.start())
+    await _first_of(starting, signals.first, serving)
+    if not starting.done():
+        starting.cancel()
+        return 0 if signals.first.done() else 1
+    starting.result()
+
+    application.ready = True
+    logger.info("The server is fired up and ready to roll!")
+    on_ready()
+    await _first_of(signals.first, runtime.death, serving)
+
+    if signals.first.done() and not runtime.death.done():
+        application.ready = False
+        logger.info("Shutting down: no new requests; waiting for the running ones.")
+        draining = asyncio.ensure_future(runtime.manager.drain(DRAIN_TIMEOUT))
+        await _first_of(draining, runtime.death, signals.second)
+        if signals.second.done():
+            await runtime.manager.drain(0)
+    return 0 if signals.first.done() and not runtime.death.done() else 1
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first one drains, a second one ends at once."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(None)
+                return
+
+
+async def _first_of(*futures: asyncio.Future[None] | asyncio.Future[str]) -> None:
+    await asyncio.wait(set(futures), return_when=asyncio.FIRST_COMPLETED)

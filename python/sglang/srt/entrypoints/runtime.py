@@ -1,0 +1,123 @@
+"""A scheduler process and the :class:`TokenizerManager` that talks to it: what the HTTP server and ``Engine`` share."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+from sglang import __version__
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.scheduler_process import RunScheduler, SchedulerProcess
+from sglang.srt.errors import RequestError, StartupError
+from sglang.srt.layers.quantization import get_quantization
+from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+from sglang.srt.managers.generate_request import parse_generate_request
+from sglang.srt.managers.hf_tokenizer import get_tokenizer
+from sglang.srt.managers.io_struct import PortArgs
+from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.tokenizer_manager import SchedulerChannel, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+WARMUP_REQUEST = {"text": "The capital city of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+
+
+class Runtime:
+    """Made by checking everything that is cheap to check; no process is started and no weight is read before
+    :meth:`start`.
+
+    Raises:
+        StartupError: the server can't start as asked.
+    """
+
+    def __init__(self, server_args: ServerArgs, run_scheduler: RunScheduler = run_scheduler_process) -> None:
+        self.server_args = server_args
+        self.model_config = ModelConfig.from_server_args(server_args)
+        quantized = get_quantization(self.model_config, server_args) is not None
+        initialize_fp4_gemm_config(server_args, self.model_config.dtype, quiet=not quantized)
+        own_tokenizer = server_args.tokenizer_path == server_args.model_path
+        self.tokenizer = get_tokenizer(
+            self.model_config.model_path if own_tokenizer else server_args.tokenizer_path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.revision if own_tokenizer else None,
+        )
+        self._run_scheduler = run_scheduler
+        self._port_args: PortArgs | None = None
+        self._channel: SchedulerChannel | None = None
+        self._manager: TokenizerManager | None = None
+        self._process: SchedulerProcess | None = None
+        self._death: asyncio.Future[str] | None = None
+        self.scheduler_info: dict[str, Any] = {}
+
+    @property
+    def manager(self) -> TokenizerManager:
+        assert self._manager is not None, "start() comes first"
+        return self._manager
+
+    @property
+    def death(self) -> asyncio.Future[str]:
+        """Done when the scheduler has died by itself and everyone who waited for it got an error: its message."""
+        assert self._death is not None, "start() comes first"
+        return self._death
+
+    async def start(self) -> None:
+        """Start the scheduler, wait until it serves, and run one request unless ``--skip-server-warmup``.
+
+        Raises:
+            StartupError: the scheduler could not start. :meth:`stop` still has to be called.
+        """
+        self._port_args = PortArgs.create()
+        self._channel = SchedulerChannel(self._port_args)
+        self._manager = TokenizerManager(
+            self.tokenizer, self.model_config.vocab_size, self.model_config.context_len, self._channel
+        )
+        self._process = SchedulerProcess(self._run_scheduler, self.server_args, self._port_args)
+        info = await self._process.ready()
+        self._death = asyncio.ensure_future(self._watch(self._process, self._manager))
+        self.scheduler_info = {name: value for name, value in info.items() if name != "status"}
+        self._manager.max_req_input_len = info.get("max_req_input_len", self._manager.max_req_input_len)
+        self._manager.start()
+        if not self.server_args.skip_server_warmup:
+            await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        try:
+            async for _ in self.manager.generate(parse_generate_request(WARMUP_REQUEST)):
+                pass
+        except RequestError as error:  # a context too small for the request says nothing against the server
+            logger.warning("The warm-up request was skipped: %s", error)
+        except ServiceError as error:
+            raise StartupError(f"The warm-up request failed: {error}") from error
+
+    async def _watch(self, process: SchedulerProcess, manager: TokenizerManager) -> str:
+        message = f"The scheduler process {await process.died()}."
+        logger.error(message)
+        manager.scheduler_died(message)
+        return message
+
+    async def server_info(self) -> dict[str, Any]:
+        """SGLang's ``/server_info``: the arguments, what the scheduler reported, and its state now."""
+        return {
+            **dataclasses.asdict(self.server_args),
+            **self.scheduler_info,
+            "internal_states": [await self.manager.internal_state()],
+            "version": __version__,
+        }
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the scheduler (by force after ``grace`` seconds) and remove the sockets. Safe to call at any time."""
+        if self._death is not None and not self._death.done():
+            self._death.cancel()
+        if self._process is not None:
+            self._process.stop(grace)
+            self._process = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._port_args is not None:
+            self._port_args.remove()
+            self._port_args = None

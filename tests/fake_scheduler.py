@@ -1,0 +1,127 @@
+"""A scheduler process without a model: speaks the real messages and answers with the prompt's tokens, over and over.
+
+``random_seed`` of the server arguments is the time of a step in milliseconds, or a ``Fault``. A prompt that starts
+with <pad> is refused as the real scheduler refuses what it can't run.
+"""
+
+import os
+import signal
+import time
+from enum import IntEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    ControlReply,
+    FlushCacheReq,
+    GetInternalStateReq,
+    PortArgs,
+    ReqOutput,
+    TokenizedGenerateReqInput,
+    decode_to_scheduler,
+    encode,
+)
+from sglang.srt.server_args import ServerArgs
+
+EOS, PAD = 1, 2
+MAX_REQ_INPUT_LEN = 1000
+
+
+class Fault(IntEnum):
+    REPORTS_AN_ERROR = 100_001
+    DIES_EARLY = 100_002
+    IS_NEVER_READY = 100_003
+    DIES_OF_A_REQUEST = 100_004
+
+
+def logprob(token_id: int) -> float:
+    return -(token_id + 1) / 64
+
+
+class _Running:
+    def __init__(self, request: TokenizedGenerateReqInput) -> None:
+        self.request = request
+        self.done = 0
+
+    def step(self) -> ReqOutput:
+        request, params = self.request, self.request.sampling_params
+        ids = request.input_ids
+        limit = params.max_new_tokens
+        new = [] if limit == 0 else [ids[self.done % len(ids)]]
+        first = self.done == 0
+        self.done += len(new)
+        reason: dict[str, Any] | None = None
+        if ids[0] == PAD:
+            new, reason = [], {"type": "abort", "message": "The fake scheduler can't run this.", "status_code": 400}
+        elif new and (new[0] in params.stop_token_ids or (new[0] == EOS and not params.ignore_eos)):
+            reason = {"type": "stop", "matched": new[0]}
+        elif self.done == limit:
+            reason = {"type": "length", "length": limit}
+        output = ReqOutput(
+            rid=request.rid,
+            output_ids=new,
+            finish_reason=reason,
+            prompt_tokens=len(ids),
+            completion_tokens=self.done,
+            cached_tokens=len(ids) // 2,
+        )
+        if request.return_logprob:
+            k = request.top_logprobs_num
+            output.output_token_logprobs = [(logprob(i), i) for i in new]
+            output.output_top_logprobs = [[(logprob(i), i) for i in range(k)] for _ in new] if k else None
+            if first:
+                wanted = ids[request.logprob_start_len :]
+                output.input_token_logprobs = [(logprob(i) if j else None, i) for j, i in enumerate(wanted)]
+                if k:
+                    top = [(logprob(i), i) for i in range(k)]
+                    output.input_top_logprobs = [top if j else None for j in range(len(wanted))]
+        return output
+
+
+def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fault = server_args.random_seed
+    if fault == Fault.REPORTS_AN_ERROR:
+        ready_writer.send({"status": "error", "message": "The fake scheduler refuses to start.", "exit_code": 2})
+        return
+    if fault == Fault.DIES_EARLY:
+        os._exit(7)
+    if fault == Fault.IS_NEVER_READY:
+        time.sleep(600)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.bind(port_args.scheduler_input_ipc)
+    push.connect(port_args.tokenizer_ipc)
+    ready_writer.send({"status": "ready", "max_total_num_tokens": 4096, "max_req_input_len": MAX_REQ_INPUT_LEN})
+    running: dict[str, _Running] = {}
+    aborted = 0
+    while True:
+        while pull.poll(0 if running else 1000):
+            match decode_to_scheduler(pull.recv()):
+                case TokenizedGenerateReqInput() as request:
+                    if fault == Fault.DIES_OF_A_REQUEST:
+                        os._exit(8)
+                    running[request.rid] = _Running(request)
+                case AbortReq(rid=rid):
+                    aborted += running.pop(rid, None) is not None
+                case FlushCacheReq(call_id=call_id):
+                    push.send(encode(ControlReply(call_id=call_id, success=not running)))
+                case GetInternalStateReq(call_id=call_id):
+                    data = {
+                        "pid": os.getpid(),
+                        "#running": len(running),
+                        "aborted": aborted,
+                        "fp4_gemm_backend": "fake",
+                    }
+                    push.send(encode(ControlReply(call_id=call_id, success=True, data=data)))
+        if running:
+            time.sleep(server_args.random_seed / 1000)
+            outputs = [state.step() for state in running.values()]
+            push.send(encode(BatchTokenIDOutput(outputs=outputs)))
+            for output in outputs:
+                if output.finish_reason is not None:
+                    del running[output.rid]

@@ -1,0 +1,109 @@
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from fake_scheduler import Fault, run_fake_scheduler
+from http_server_thread import FIXTURE
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.errors import ArgumentError, CheckpointError, RequestError, StartupError
+from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.server_args import ServerArgs
+
+PARAMS = {"temperature": 0, "max_new_tokens": 6}
+ARGUMENTS = {"model_path": str(FIXTURE), "device": "cpu", "random_seed": 1}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(_run_scheduler=run_fake_scheduler, **ARGUMENTS) as engine:
+        yield engine
+
+
+def test_generate(engine: Engine) -> None:
+    one = engine.generate("hello", PARAMS)
+    assert one["meta_info"]["completion_tokens"] == 6
+    many = engine.generate(["hello", "world"], PARAMS)
+    assert [m["text"] for m in many] == [one["text"], engine.generate("world", PARAMS)["text"]]
+    ids = engine.generate(input_ids=[70, 80], sampling_params=PARAMS, return_logprob=True, top_logprobs_num=1)
+    assert ids["output_ids"] == [70, 80] * 3
+    assert len(ids["meta_info"]["output_top_logprobs"]) == 6
+
+
+def test_generate_stream(engine: Engine) -> None:
+    chunks = list(engine.generate("hello", PARAMS, stream=True))
+    assert len(chunks) > 1
+    assert chunks[-1]["text"] == engine.generate("hello", PARAMS)["text"]
+
+
+def test_async_generate_and_a_running_loop(engine: Engine) -> None:
+    async def main() -> None:
+        expected = engine.generate("hello", PARAMS)["text"]  # blocks this loop, not the engine's
+        outs = await asyncio.gather(*(engine.async_generate("hello", PARAMS) for _ in range(8)))
+        assert [out["text"] for out in outs] == [expected] * 8
+        chunks = [chunk async for chunk in await engine.async_generate("hello", PARAMS, stream=True)]
+        assert chunks[-1]["text"] == expected
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_aborts(engine: Engine) -> None:
+    stream = engine.generate("hello", {"max_new_tokens": 2000}, stream=True)
+    next(stream)
+    stream.close()
+
+    async def main() -> None:
+        chunks = await engine.async_generate("hello", {"max_new_tokens": 2000}, stream=True)
+        async for _ in chunks:
+            break
+        await chunks.aclose()
+
+    asyncio.run(main())
+    state = engine._run(engine._runtime.server_info())["internal_states"][0]
+    assert (state["#running"], state["aborted"]) == (0, 2)
+
+
+def test_bad_requests(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="image_data"):
+        engine.generate("a", PARAMS, image_data="cat.png")
+    with pytest.raises(RequestError, match="no_such"):
+        engine.generate("a", PARAMS, no_such=None)
+    with pytest.raises(RequestError, match="temperature"):
+        engine.generate("a", {"temperature": -1})
+    with pytest.raises(RequestError, match="vocabulary"):
+        next(engine.generate(input_ids=[999], stream=True))
+    assert engine.generate("a", PARAMS)["text"]
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ArgumentError, match="no_such"):
+        Engine(**ARGUMENTS, no_such=1)
+    with pytest.raises(CheckpointError):
+        Engine(model_path="/nonexistent/folder")
+    with pytest.raises(TypeError, match="device"):
+        Engine(server_args=ServerArgs(model_path=str(FIXTURE)), device="cpu")
+
+
+def test_scheduler_that_does_not_start() -> None:
+    with pytest.raises(StartupError, match="refuses to start") as caught:
+        Engine(_run_scheduler=run_fake_scheduler, **{**ARGUMENTS, "random_seed": Fault.REPORTS_AN_ERROR})
+    assert caught.value.exit_code == 2
+    with pytest.raises(StartupError, match="exit status 7"):
+        Engine(_run_scheduler=run_fake_scheduler, **{**ARGUMENTS, "random_seed": Fault.DIES_EARLY})
+
+
+def test_death_of_the_scheduler_and_shutdown() -> None:
+    engine = Engine(_run_scheduler=run_fake_scheduler, server_args=ServerArgs(**ARGUMENTS))  # type: ignore[arg-type]
+    pid = engine._run(engine._runtime.server_info())["internal_states"][0]["pid"]
+    stream = engine.generate("hello", {"max_new_tokens": 2000}, stream=True)
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ServiceError, match="killed by signal 9"):
+        list(stream)
+    with pytest.raises(ServiceError, match="killed by signal 9"):
+        engine.generate("hello", PARAMS)
+    engine.shutdown()
+    engine.shutdown()
+    assert not engine._thread.is_alive()
