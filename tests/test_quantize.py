@@ -162,10 +162,9 @@ def test_output_that_fits_one_file_gets_no_index(tmp_path: Path, editable: Calla
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_exclude(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exclude(tmp_path: Path) -> None:
     # k_proj of layer 1 has its own, smaller range; without v_proj the largest of q and k decides.
     ours = quantize_quietly(TINY, tmp_path / "out", exclude=["*.1.self_attn.v_proj", "model.layers.0.mlp"])
-    assert "a part of 1 fused layer(s), model.layers.1.self_attn.q_proj/k_proj/v_proj first" in caplog.text
     source = load_file(TINY / "model.safetensors")
     excluded = ["model.layers.1.self_attn.v_proj"]
     excluded += [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")]

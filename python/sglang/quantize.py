@@ -146,7 +146,6 @@ def quantize_checkpoint(
     linears = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in _PROJECTIONS]
     excluded = _excluded_modules(linears, exclude)
     quantized = [name for name in linears if name not in excluded]
-    _warn_of_torn_layers(linears, set(quantized))
     _check_tensors(source, reader, linears, quantized)
     shards = _plan_shards(reader, quantized)
     bytes_after = sum(_quantized_bytes(reader, name, quantized) for name in reader.tensors)
@@ -213,17 +212,6 @@ def _excluded_modules(linears: Sequence[str], patterns: Sequence[str]) -> list[s
     if matched.issuperset(linears):
         raise ArgumentError("--exclude leaves no layer to quantise")
     return [name for name in known if name in matched or name in ALWAYS_EXCLUDED]
-
-
-def _warn_of_torn_layers(linears: Sequence[str], quantized: set[str]) -> None:
-    torn = []
-    for parts in PACKED_MODULES.values():
-        for first in (name for name in linears if name.endswith(f".{parts[0]}")):
-            count = sum(first.removesuffix(parts[0]) + part in quantized for part in parts)
-            torn += [first.removesuffix(parts[0]) + "/".join(parts)] if 0 < count < len(parts) else []
-    if torn:
-        message = "--exclude leaves out a part of %d fused layer(s), %s first; sglang.launch_server refuses such layers"
-        logger.warning(message, len(torn), torn[0])
 
 
 def _check_tensors(source: Path, reader: CheckpointReader, linears: Sequence[str], quantized: Sequence[str]) -> None:

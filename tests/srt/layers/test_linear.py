@@ -137,5 +137,6 @@ def test_bias_is_added_once_and_by_part() -> None:
     for part in (0, 1):
         layer.weight_loader(layer.weight, weight[part * 8 : part * 8 + 8], part)
         layer.weight_loader(layer.bias, bias[part * 8 : part * 8 + 8], part)
+    layer.quant_method.process_weights_after_loading(layer)
     x = torch.randn(3, 16)
     assert torch.allclose(layer(x), x @ weight.T + bias, atol=1e-6)

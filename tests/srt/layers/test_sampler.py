@@ -53,16 +53,27 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=repr)
 def test_frequencies(params: SamplingParams, candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    check_frequencies(params, "cpu")
+
+
+def check_frequencies(params: SamplingParams, device: str) -> None:
     torch.manual_seed(1)
     draws = 20000
     logits = torch.randn(VOCAB) * 1.5
     expected = allowed(logits.tolist(), params)
-    info = SamplingBatchInfo.from_params([params] * draws, VOCAB, "cpu")
-    counts = sample_tokens(logits.expand(draws, -1).contiguous(), info).bincount(minlength=VOCAB)
+    info = SamplingBatchInfo.from_params([params] * draws, VOCAB, device)
+    counts = sample_tokens(logits.expand(draws, -1).to(device), info).bincount(minlength=VOCAB).cpu()
     assert set(counts.nonzero().flatten().tolist()) <= set(expected)
     for token, prob in expected.items():
         sigma = math.sqrt(draws * prob * (1 - prob))
         assert abs(int(counts[token]) - draws * prob) <= 5 * sigma + 1, token
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("params", PARAMS, ids=repr)
+def test_frequencies_on_gpu(params: SamplingParams) -> None:
+    check_frequencies(params, "cuda")
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,6 +113,16 @@ def test_mixed_batches_draw_what_is_allowed(params: list[SamplingParams], seed: 
             }
 
 
+@pytest.mark.parametrize(("uniform", "expected"), [(0.0, 2), (1 - 2**-53, 4), (1.0, 4)])
+def test_impossible_tokens_are_not_drawn_at_the_ends(
+    uniform: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(*shape, uniform, **options))
+    logits = torch.tensor([[-math.inf, -math.inf, 1.0, -math.inf, 0.5, -math.inf]])
+    info = SamplingBatchInfo.from_params([SamplingParams()], 6, "cpu")
+    assert sample_tokens(logits, info).tolist() == [expected]
+
+
 def test_seed_reproduces() -> None:
     info = SamplingBatchInfo.from_params([SamplingParams(), SamplingParams(top_p=0.9)], VOCAB, "cpu")
     logits = torch.randn(2, VOCAB)
@@ -114,12 +135,15 @@ def test_seed_reproduces() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_broken_logits_are_reported(bad: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature: float) -> None:
     logits = torch.randn(3, VOCAB)
     logits[1] = bad
-    info = SamplingBatchInfo.from_params([SamplingParams(temperature=0.0)] * 3, VOCAB, "cpu")
-    with pytest.raises(RuntimeError, match=r"NaN or infinite logits for 1 of 3 requests \(batch rows \[1\]\)"):
-        sample_tokens(logits, info)
+    info = SamplingBatchInfo.from_params([SamplingParams(temperature=temperature)] * 3, VOCAB, "cpu")
+    tokens = sample_tokens(logits, info).tolist()
+    assert tokens[1] == -1 and all(0 <= token < VOCAB for token in (tokens[0], tokens[2]))
+    if temperature == 0.0:
+        assert tokens[0] == int(logits[0].argmax())
 
 
 def test_logprobs_are_of_the_unscaled_distribution() -> None:

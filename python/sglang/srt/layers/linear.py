@@ -6,7 +6,7 @@ their own. Everything that knows about parts and ranks is in :class:`LinearBase`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -75,6 +75,7 @@ class LinearBase(nn.Module):
         self.tp = tp
         self.parts = parts
         self.input_is_sharded = input_is_sharded
+        self.quant_config = quant_config
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.input_size = input_size
         self.input_size_per_partition = (
@@ -98,6 +99,24 @@ class LinearBase(nn.Module):
             register_weight(self, "bias", data, output_dim=0, weight_loader=self.weight_loader)
         else:
             self.register_parameter("bias", None)
+
+    def split(self, names: list[str]) -> list[LinearBase]:
+        """One sub-layer per part, with the part's checkpoint name; for a method that can't take the parts together."""
+        layers = []
+        for part, name in zip(self.parts, names, strict=True):
+            layer = LinearBase(
+                self.input_size,
+                [replace(part, shard_id=None, offset=0)],
+                input_is_sharded=self.input_is_sharded,
+                bias=False,
+                params_dtype=self.params_dtype,
+                quant_config=self.quant_config,
+                prefix=name,
+                tp=self.tp,
+            )
+            self.add_module(name.rpartition(".")[2], layer)
+            layers.append(layer)
+        return layers
 
     @property
     def shard_ids(self) -> tuple[ShardId, ...]:

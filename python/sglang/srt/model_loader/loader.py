@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.model_loader.weight_utils import iterate_tensors
 
 # Tensors that exporters write and that no model here reads.
@@ -48,6 +49,15 @@ class Slot:
             loader(self.param, loaded, self.shard_id)
 
 
+def named_checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under its checkpoint's name: a part that a fused layer was split into stands beside it there."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        above, _, fused = parent.rpartition(".")
+        yield (f"{above}.{leaf}".lstrip(".") if leaf in packed.get(fused, ()) else path), module
+
+
 def checkpoint_slots(model: nn.Module) -> tuple[dict[str, Slot], dict[str, list[str]]]:
     """What the model needs, by the names that a checkpoint uses.
 
@@ -58,7 +68,7 @@ def checkpoint_slots(model: nn.Module) -> tuple[dict[str, Slot], dict[str, list[
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     slots: dict[str, Slot] = {}
     fused: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
+    for path, module in named_checkpoint_modules(model):
         parent, _, leaf = path.rpartition(".")
         parts = packed.get(leaf)
         for name, param in module.named_parameters(recurse=False):
@@ -70,7 +80,7 @@ def checkpoint_slots(model: nn.Module) -> tuple[dict[str, Slot], dict[str, list[
                 slots[full] = Slot(module, param, None)
                 continue
             fused[full] = [f"{parent}.{part}.{name}" if parent else f"{part}.{name}" for part in parts]
-            shard_ids: tuple[str | int, ...] = module.shard_ids
+            shard_ids: tuple[str | int, ...] = module.shard_ids  # type: ignore[assignment]
             for part_name, shard_id in zip(fused[full], shard_ids, strict=True):
                 slots[part_name] = Slot(module, param, shard_id)
     return slots, fused
@@ -80,7 +90,7 @@ def _unused_patterns(model: nn.Module) -> list[str]:
     """Names and globs of tensors that may be in the file and are not read, from the model and its methods."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     patterns = [*UNUSED_TENSORS, *getattr(model, "unused_checkpoint_tensors", ())]
-    for path, module in model.named_modules():
+    for path, module in named_checkpoint_modules(model):
         method = getattr(module, "quant_method", None)
         parent, _, leaf = path.rpartition(".")
         for tensor in getattr(method, "unused_tensors", ()):
@@ -140,6 +150,19 @@ def fill_with_dummy_weights(model: nn.Module) -> None:
             param.data.fill_(1e-2)
         else:
             param.data.copy_(torch.empty(param.shape).uniform_(-1e-2, 1e-2, generator=generator))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory that the model's weights take, in the form in which they are multiplied."""
+    total = 0
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, LinearMethodBase):
+            total += method.weight_bytes(module)
+        else:
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            total += sum(tensor.nbytes for tensor in own)
+    return total
 
 
 def load_model(model: nn.Module, model_path: str | Path, load_format: str = "auto", progress: bool = True) -> None:

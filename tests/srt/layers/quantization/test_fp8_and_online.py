@@ -11,6 +11,7 @@ from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
 from sglang.srt.layers.quantization.nvfp4_online import OnlineNvFp4Config
 from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4
+from sglang.srt.model_loader.loader import load_weights
 
 FP8 = ModelOptFp4Config("MIXED_PRECISION", quantized_layers=dict.fromkeys(("q_proj", "k_proj", "v_proj"), "FP8"))
 
@@ -94,3 +95,53 @@ def test_an_all_zero_weight_gives_zeros() -> None:
     nn.init.zeros_(layer.weight)
     layer.quant_method.process_weights_after_loading(layer)
     assert not layer(torch.randn(3, 32)).any()
+
+
+def test_parts_of_a_fused_layer_may_differ() -> None:
+    """q NVFP4, k not quantised, v FP8: one layer, loaded under the parts' names, multiplied part by part."""
+    table = {"a.q_proj": "W4A16_NVFP4", "a.v_proj": "FP8"}
+    config = ModelOptFp4Config("MIXED_PRECISION", quantized_layers=table)
+    model = split_model(config)
+    layer = model.a.qkv_proj
+    packed = torch.randint(0, 256, (32, 16), dtype=torch.uint8)
+    scale = torch.rand(32, 2).to(torch.float8_e4m3fn)
+    k, v = torch.randn(16, 32), torch.randn(16, 32).mul(50).to(torch.float8_e4m3fn)
+    bias = torch.randn(64)
+    tensors = {
+        "a.q_proj.weight": packed,
+        "a.q_proj.weight_scale": scale,
+        "a.q_proj.weight_scale_2": torch.tensor(0.5),
+        "a.k_proj.weight": k,
+        "a.v_proj.weight": v,
+        "a.v_proj.weight_scale": torch.tensor(1e-2),
+        "a.v_proj.input_scale": torch.tensor(1e-2),
+        "a.q_proj.bias": bias[:32],
+        "a.k_proj.bias": bias[32:48],
+        "a.v_proj.bias": bias[48:],
+    }
+    load_weights(model, tensors.items())
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+    x = torch.randn(3, 32)
+    a = (x.double() / 0.01).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * 0.01
+    expected = torch.cat(
+        (
+            x.double() @ dequantize_nvfp4(packed, scale, 0.5).double().T,
+            x.double() @ k.double().T,
+            a @ v.double().T * 1e-2,
+        ),
+        1,
+    )
+    assert relative_error(layer(x), expected + bias.double()) < 1e-6
+    for name in tensors:
+        with pytest.raises(CheckpointError, match=f"lacks {name}"):
+            load_weights(split_model(config), {key: value for key, value in tensors.items() if key != name}.items())
+
+
+def split_model(config: ModelOptFp4Config) -> nn.Module:
+    model = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.a = nn.Module()
+    model.a.qkv_proj = QKVParallelLinear(32, 8, 4, 2, True, torch.float32, config, "a.qkv_proj")
+    return model

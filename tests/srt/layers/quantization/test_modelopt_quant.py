@@ -129,9 +129,9 @@ def test_excluding_parts_of_a_fused_layer() -> None:
     assert methods(config, LAYERS[:1]) == ["UnquantizedLinearMethod"]
     config = ModelOptFp4Config(exclude_modules=["model.layers.0.self_attn.qkv_proj"])
     assert methods(config, LAYERS[:1]) == ["UnquantizedLinearMethod"]
-    config = ModelOptFp4Config(exclude_modules=parts[1:2])
-    with pytest.raises(CheckpointError, match=r"parts of model.layers.0.self_attn.qkv_proj .*k_proj: not quantised"):
-        config.get_quant_method(nn.Module(), LAYERS[0])
+    method = ModelOptFp4Config(exclude_modules=parts[1:2]).get_quant_method(nn.Module(), LAYERS[0])
+    with pytest.raises(CheckpointError, match=r"quantised differently .*k_proj: not quantised, .*v_proj: NVFP4"):
+        method.create_weights(nn.Module(), 32, [8, 8, 8], 32, 24, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

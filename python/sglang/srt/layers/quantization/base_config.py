@@ -58,6 +58,10 @@ class LinearMethodBase(ABC):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] times the layer's weight, plus ``bias``: [..., N] in ``params_dtype``."""
 
+    def weight_bytes(self, layer: nn.Module) -> int:
+        """Memory that the layer's weights take, in whatever form they are held."""
+        return sum(param.nbytes for param in layer.parameters(recurse=False))
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Turn loaded parameters into what ``apply`` needs. Called once, after every parameter was written."""
         return None

@@ -116,6 +116,10 @@ class PreparedWeight:
 
     backend: str
 
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+
 
 class Fp4GemmBackend(ABC):
     """One way to multiply with NVFP4 weights. Subclassing registers; the class is never instantiated by users.
@@ -318,14 +322,16 @@ class Fp4GemmRunnerBackend(Enum):
     is_flashinfer_trtllm = is_trtllm
 
 
-_DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "float32": torch.float32}
 _resolution: Resolution | None = None
 
 
-def initialize_fp4_gemm_config(server_args: ServerArgs, quiet: bool = False) -> None:
+def initialize_fp4_gemm_config(
+    server_args: ServerArgs, dtype: torch.dtype = torch.bfloat16, quiet: bool = False
+) -> None:
     """Resolve ``--fp4-gemm-backend`` for the device of ``server_args`` and keep the result for this process.
 
-    The choice and its warnings are logged, unless ``quiet``: a server has several processes and says it once.
+    ``dtype`` is the model's, which not every backend can write. The choice and its warnings are logged, unless
+    ``quiet``: a server has several processes and says it once.
 
     Raises:
         ArgumentError: see :func:`resolve_fp4_gemm_backend`.
@@ -333,7 +339,6 @@ def initialize_fp4_gemm_config(server_args: ServerArgs, quiet: bool = False) -> 
     from sglang.srt.platforms import resolve_device
 
     global _resolution
-    dtype = _DTYPES.get(server_args.dtype, torch.bfloat16)
     _resolution = resolve_fp4_gemm_backend(
         server_args.fp4_gemm_runner_backend,
         envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.get(),

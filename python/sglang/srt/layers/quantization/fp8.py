@@ -9,7 +9,7 @@ from torch import nn
 
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
-from sglang.srt.layers.quantization.fp4_backends.torch_reference import scaled_linear
+from sglang.srt.layers.quantization.fp4_backends.torch_reference import ExactLinear
 from sglang.srt.layers.quantization.nvfp4 import check_global_scale
 from sglang.srt.layers.quantization.nvfp4_utils import to_e4m3
 
@@ -47,7 +47,7 @@ class Fp8LinearMethod(LinearMethodBase):
         weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
         weight_scale: torch.Tensor = layer.weight_scale.data  # type: ignore[assignment]
         input_scale: torch.Tensor = layer.input_scale.data  # type: ignore[assignment]
-        values = weight.to(torch.float32 if weight.device.type == "cpu" else torch.bfloat16)  # exact
+        values = weight.float()
         if bool(values.isnan().any()):
             raise CheckpointError(f"layer {name}: the FP8 weight holds NaN")
         for key, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
@@ -59,12 +59,16 @@ class Fp8LinearMethod(LinearMethodBase):
         column_scale = torch.repeat_interleave(weight_scale, sizes) * shared_input_scale
         for key in ("weight", "weight_scale", "input_scale"):
             delattr(layer, key)
-        layer.fp8 = (values, shared_input_scale, column_scale)  # type: ignore[assignment]
+        layer.fp8 = (ExactLinear(values), shared_input_scale, column_scale)  # type: ignore[assignment]
+
+    def weight_bytes(self, layer: nn.Module) -> int:
+        held: tuple[ExactLinear | torch.Tensor, ...] = getattr(layer, "fp8", ())
+        return sum(tensor.nbytes for tensor in held) + super().weight_bytes(layer)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        values, input_scale, column_scale = layer.fp8  # type: ignore[misc]
+        linear, input_scale, column_scale = layer.fp8  # type: ignore[misc]
         dtype: torch.dtype = layer.fp8_dtype  # type: ignore[assignment]
         rows = x.reshape(-1, x.shape[-1])
         codes = to_e4m3(rows.float() / input_scale).float()
-        y = scaled_linear(codes, values, column_scale, bias, dtype)
+        y: torch.Tensor = linear(codes, column_scale, bias, dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -15,6 +15,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.nvfp4 import MODELOPT_NAMES, Activation, NvFp4LinearMethod
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
 from sglang.srt.layers.quantization.patterns import ModulePatterns
+from sglang.srt.layers.quantization.split import SplitLinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 logger = logging.getLogger(__name__)
@@ -142,17 +143,13 @@ class ModelOptFp4Config(QuantizationConfig):
         return self.quant_algo
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase:
-        """Raises:
-        CheckpointError: the parts of a fused layer are quantised differently.
-        """
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(leaf, [])] or [prefix]
         algorithms = {name: self.algorithm_of(name) for name in names}
         if self.algorithm_of(prefix) is None and self.quantized_layers is None:
             algorithms = dict.fromkeys(names)  # excluded by its fused name
         if len(set(algorithms.values())) > 1:
-            listed = ", ".join(f"{name}: {algorithm or 'not quantised'}" for name, algorithm in algorithms.items())
-            raise CheckpointError(f"the parts of {prefix} are computed in one product and can't differ ({listed})")
+            return SplitLinearMethod({name: algorithm or "not quantised" for name, algorithm in algorithms.items()})
         algorithm = algorithms[names[0]]
         if algorithm is None:
             return UnquantizedLinearMethod()

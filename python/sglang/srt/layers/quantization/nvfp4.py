@@ -194,7 +194,20 @@ def install(layer: nn.Module, weight: NvFp4Weight) -> None:
     layer.nvfp4 = NvFp4Linear(weight, backend_for_layer(target, name))  # type: ignore[assignment]
 
 
-class NvFp4LinearMethod(LinearMethodBase):
+class NvFp4LinearMethodBase(LinearMethodBase):
+    """A layer that multiplies with what :func:`install` put into it."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
+        return linear(x, bias)
+
+    def weight_bytes(self, layer: nn.Module) -> int:
+        linear: NvFp4Linear | None = getattr(layer, "nvfp4", None)
+        prepared = sum(weight.nbytes for weight, _ in linear.segments) if linear else 0
+        return prepared + super().weight_bytes(layer)
+
+
+class NvFp4LinearMethod(NvFp4LinearMethodBase):
     """NVFP4 weights read from a checkpoint.
 
     Args:
@@ -286,7 +299,3 @@ class NvFp4LinearMethod(LinearMethodBase):
         for key in stored:
             delattr(layer, key)
         install(layer, weight)
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
-        return linear(x, bias)

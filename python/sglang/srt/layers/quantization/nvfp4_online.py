@@ -10,13 +10,13 @@ from torch import nn
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.modelopt_quant import PACKED_MODULES
-from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4Weight, install
+from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4LinearMethodBase, NvFp4Weight, install
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
 from sglang.srt.layers.quantization.nvfp4_weight import global_scale_from_amax, quantize_nvfp4_weight
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 
-class OnlineNvFp4LinearMethod(UnquantizedLinearMethod):
+class OnlineNvFp4LinearMethod(NvFp4LinearMethodBase, UnquantizedLinearMethod):
     """Loads like an unquantised layer, then rounds its weight to NVFP4 by the recipe of ``sglang.quantize``.
 
     Fused parts share one global scale, as exporters make them. The activation scale of W4A4 is computed from each
@@ -52,10 +52,6 @@ class OnlineNvFp4LinearMethod(UnquantizedLinearMethod):
                 dtype=weight.dtype,
             ),
         )
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
-        return linear(x, bias)
 
 
 class OnlineNvFp4Config(QuantizationConfig):

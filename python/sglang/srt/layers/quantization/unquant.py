@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from sglang.srt.layers.constant_linear import ConstantLinear
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
 
 
@@ -27,6 +27,15 @@ class UnquantizedLinearMethod(LinearMethodBase):
         weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
         register_weight(layer, "weight", weight, output_dim=0, input_dim=1, **extra_weight_attrs)
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        linear = ConstantLinear(layer.weight.data)  # type: ignore[arg-type]
+        delattr(layer, "weight")
+        layer.linear = linear  # type: ignore[assignment]
+
+    def weight_bytes(self, layer: nn.Module) -> int:
+        linear: ConstantLinear | None = getattr(layer, "linear", None)
+        return (linear.nbytes if linear else 0) + super().weight_bytes(layer)
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        return F.linear(x, weight, bias)
+        linear: ConstantLinear = layer.linear  # type: ignore[assignment]
+        return linear(x, bias)

@@ -6,33 +6,53 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.constant_linear import ConstantLinear
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
 from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4, quantize_nvfp4
 
 
-def scaled_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """``(x W^T) * scale`` in float32, rounded once to ``dtype``; then ``bias`` is added in ``dtype``.
+class ExactLinear:
+    """``round((x W^T) * scale) + bias``: products and sums in float32, one rounding, the bias in the output's dtype.
 
     Args:
-        x: [M, K], float32 or a dtype that it holds exactly.
-        weight: [N, K], likewise.
-        scale: float32 [N] or scalar.
+        values: float32 [N, K], every value exact in bfloat16. Kept as float32 on a CPU, where converting on every call
+            would cost more than the product, and as bfloat16 elsewhere, where memory is scarce.
     """
-    y = ((x.float() @ weight.float().T) * scale).to(dtype)
-    return y if bias is None else y + bias
+
+    def __init__(self, values: torch.Tensor) -> None:
+        on_cpu = values.device.type == "cpu"
+        self._linear = ConstantLinear(values) if on_cpu else None
+        self._values = None if on_cpu else values.bfloat16()
+
+    def __call__(
+        self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """``x`` [M, K], ``scale`` float32 [N] or scalar, ``bias`` [N]: [M, N] in ``dtype``."""
+        if self._linear is not None:
+            sums = self._linear(x.float())
+        else:
+            assert self._values is not None
+            sums = x.float() @ self._values.float().T
+        y = (sums * scale).to(dtype)
+        return y if bias is None else y + bias
+
+    @property
+    def nbytes(self) -> int:
+        return self._linear.nbytes if self._linear is not None else 2 * self._values.numel()  # type: ignore[union-attr]
 
 
 @dataclass
 class TorchWeight(PreparedWeight):
-    """``values`` [N, K] without the global scale: exact in bfloat16. float32 on a CPU, where converting on every call
-    would cost more than the product; bfloat16 elsewhere, where memory is scarce."""
+    """``linear`` multiplies with the exact products of code and block scale; ``column_scale`` float32 [N]."""
 
-    values: torch.Tensor
+    linear: ExactLinear
     source: NvFp4Weight
     column_scale: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes + super().nbytes
 
 
 class TorchBackend(Fp4GemmBackend):
@@ -51,9 +71,8 @@ class TorchBackend(Fp4GemmBackend):
         return None
 
     def prepare(self, weight: NvFp4Weight) -> TorchWeight:
-        dtype = torch.float32 if weight.packed.device.type == "cpu" else torch.bfloat16
-        values = dequantize_nvfp4(weight.packed, weight.scale, 1.0).to(dtype)
-        return TorchWeight(self.name, values, weight.without_codes(), weight.column_scale())
+        linear = ExactLinear(dequantize_nvfp4(weight.packed, weight.scale, 1.0))
+        return TorchWeight(self.name, linear, weight.without_codes(), weight.column_scale())
 
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(weight, TorchWeight)
@@ -62,4 +81,4 @@ class TorchBackend(Fp4GemmBackend):
             input_scale, input_scale_inv = source.activation_scales(x)
             x = dequantize_nvfp4(*quantize_nvfp4(x, input_scale_inv), 1.0)
             scale = scale * input_scale
-        return scaled_linear(x, weight.values, scale, bias, source.dtype)
+        return weight.linear(x, scale, bias, source.dtype)

@@ -1,0 +1,58 @@
+"""Products with constant weights on a CPU: oneDNN with the weight laid out for it once, instead of on every call.
+
+``F.linear`` reads a row-major weight. The packed product takes a third to two thirds of its time for few rows of x, in
+float32 and in bfloat16, and is not slower for many. The operators are those of torch's own inductor for frozen weights.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+
+class ConstantLinear:
+    """``x W^T`` for a weight that never changes, kept in the layout that is fastest where it lies.
+
+    Args:
+        weight: [N, K], floating point. Where packing works (a CPU, and a build of torch that has it for the dtype) only
+            the packed copy is kept.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = weight.device.type == "cpu" and weight.numel() > 0 and _works(weight.dtype)
+        self._weight = _pack(weight) if self._packed else weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [..., K] in the weight's dtype to [..., N], plus ``bias`` [N]."""
+        return _packed_linear(x, self._weight, bias) if self._packed else F.linear(x, self._weight, bias)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.numel() * self._weight.element_size()
+
+
+def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
+
+
+@cache
+def _works(dtype: torch.dtype) -> bool:
+    """Whether a small product comes out right."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (3, 32))
+    try:
+        with torch.inference_mode():
+            result = _packed_linear(x, _pack(weight))
+    except (RuntimeError, AttributeError):  # no such operator, or none for this dtype on this CPU
+        return False
+    return torch.allclose(result.float(), F.linear(x.float(), weight.float()), rtol=0.02, atol=0.1)

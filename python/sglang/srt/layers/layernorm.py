@@ -1,0 +1,37 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last dimension; statistics in fp32, one rounding to ``x``'s dtype."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
+        self.variance_epsilon = eps
+
+    @overload
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Normalise ``x`` [..., hidden_size].
+
+        With ``residual``, returns (norm(x + residual), x + residual); the sum is written into ``x``, which the caller
+        must not use again.
+        """
+        if residual is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        x.add_(residual)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon), x

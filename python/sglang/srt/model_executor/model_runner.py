@@ -1,0 +1,176 @@
+"""The model on its device with its KV cache: computes steps and samples from them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
+from sglang.srt.errors import StartupError
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.logits_processor import logprobs_of
+from sglang.srt.layers.quantization import get_quantization
+from sglang.srt.layers.sampler import sample_tokens
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.registry import get_model_class
+from sglang.srt.platforms import available_memory, resolve_device, total_memory
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+GB = 1 << 30
+
+KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+# Default of --mem-fraction-static on a GPU; the rest is for activations.
+CUDA_MEM_FRACTION_STATIC = 0.85
+# The CPU's memory is shared with everything else that runs, so by default the KV cache takes at most this part of what
+# is available once the weights are loaded, and no more than DEFAULT_MAX_RUNNING_REQUESTS sequences can use.
+CPU_KV_FRACTION_OF_AVAILABLE = 0.25
+DEFAULT_MAX_RUNNING_REQUESTS = {"cpu": 32, "cuda": 256}
+
+
+class ModelRunner:
+    """Builds the model, loads it and allocates its KV cache.
+
+    Attributes:
+        model: the loaded model.
+        device, dtype: where and in what activations are computed.
+        kv_cache_dtype: what keys and values are stored in.
+        max_total_num_tokens: tokens that the KV cache holds, a multiple of ``page_size``.
+        max_running_requests: rows of ``req_to_token_pool``.
+
+    Raises:
+        StartupError: a flag or the checkpoint can't be used, or there is too little memory; the text says what to do.
+    """
+
+    def __init__(self, server_args: ServerArgs, model_config: ModelConfig, tp: TensorParallelGroup = SINGLE) -> None:
+        self.server_args = server_args
+        self.model_config = model_config
+        self.tp = tp
+        self.device = resolve_device(server_args.device)
+        self.dtype = model_config.dtype
+        self.page_size = server_args.page_size
+        torch.manual_seed(server_args.random_seed or 0)
+        self.attn_backend = create_attention_backend(server_args.attention_backend, self.device, self.dtype)
+        quant_config = get_quantization(model_config, server_args)
+        stored = quant_config.kv_cache_dtype if quant_config is not None else None
+        self.kv_cache_dtype = KV_CACHE_DTYPES.get(server_args.kv_cache_dtype) or stored or self.dtype
+
+        before = available_memory(self.device)
+        started = time.perf_counter()
+        logger.info("Load weight begin. avail mem=%.2f GB", before / GB)
+        model_class = get_model_class(model_config.architecture)
+        with self.device, _default_dtype(self.dtype):
+            self.model: LlamaForCausalLM = model_class(model_config.hf_config, quant_config, tp)
+        load_model(self.model, model_config.model_path, server_args.load_format, progress=tp.rank == 0)
+        self.model.eval()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        available = available_memory(self.device)
+        logger.info(
+            "Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
+            time.perf_counter() - started, model_config.architecture, self.dtype, available / GB,
+            max(before - available, 0) / GB,
+        )  # fmt: skip
+        self._allocate(available)
+        logger.info(
+            "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d, "
+            "available_%s_mem=%.2f GB",
+            self.max_total_num_tokens, server_args.chunked_prefill_size, self.max_running_requests,
+            model_config.context_len, self.device.type, available_memory(self.device) / GB,
+        )  # fmt: skip
+
+    def _allocate(self, available: int) -> None:
+        """Size and allocate the pools, with ``available`` bytes of memory left."""
+        args, config = self.server_args, self.model_config
+        kv_heads = max(1, config.num_key_value_heads // self.tp.size)
+        per_layer = kv_heads * config.head_dim * self.kv_cache_dtype.itemsize
+        token_bytes = 2 * per_layer * config.num_hidden_layers
+        running = args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
+        if args.max_total_tokens is not None:
+            tokens, budget = args.max_total_tokens, available
+        else:
+            tokens, budget = self._default_tokens(available, token_bytes, running)
+        tokens = tokens // self.page_size * self.page_size
+        self.max_running_requests = max(1, min(running, tokens // self.page_size))
+        needed = (tokens + self.page_size) * token_bytes + self.max_running_requests * config.context_len * 4
+        if tokens <= 0 or needed > available:
+            raise StartupError(
+                f"not enough memory for the KV cache: a token takes {token_bytes} bytes, {available / GB:.2f} GB are "
+                f"available and {max(budget, 0) / GB:.2f} GB may be used, after the weights were loaded. "
+                + (
+                    f"Reduce --max-total-tokens ({args.max_total_tokens})"
+                    if args.max_total_tokens is not None
+                    else "Increase --mem-fraction-static, set --max-total-tokens"
+                )
+                + ", reduce --max-running-requests or --context-length, or use --kv-cache-dtype fp8_e4m3"
+            )
+        self.max_total_num_tokens = tokens
+        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, config.context_len, self.device)
+        self.token_to_kv_pool = MHATokenToKVPool(
+            tokens,
+            self.page_size,
+            self.kv_cache_dtype,
+            kv_heads,
+            config.head_dim,
+            config.num_hidden_layers,
+            self.device,
+        )
+        size = tokens * token_bytes / 2 / GB
+        logger.info("KV Cache is allocated. #tokens: %d, K size: %.2f GB, V size: %.2f GB", tokens, size, size)
+
+    def _default_tokens(self, available: int, token_bytes: int, running: int) -> tuple[int, int]:
+        """Tokens that the KV cache gets, and the bytes it may use."""
+        fraction = self.server_args.mem_fraction_static
+        if fraction is None and self.device.type == "cpu":
+            budget = int(available * CPU_KV_FRACTION_OF_AVAILABLE)
+        else:
+            # Weights and everything else in use are gone from available already.
+            share = CUDA_MEM_FRACTION_STATIC if fraction is None else fraction
+            budget = available - int(total_memory(self.device) * (1 - share))
+        context = self.model_config.context_len
+        rows = running * context * 4
+        return min((budget - rows) // token_bytes - self.page_size, running * context), budget
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Compute one step: writes the new tokens' keys and values, returns the logits."""
+        self.attn_backend.init_forward_metadata(batch)
+        output: LogitsProcessorOutput = self.model(batch)
+        return output
+
+    @torch.inference_mode()
+    def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
+        """Choose each request's next token, int64 [B]; fills the output's log-probabilities if the batch wants them.
+
+        A request whose logits are not finite gets -1.
+        """
+        token_ids = sample_tokens(output.next_token_logits, batch.sampling_info)
+        if batch.return_logprob:
+            tops = batch.top_logprobs_nums or [0] * batch.batch_size
+            output.next_token_logprobs, output.next_top_logprobs = logprobs_of(
+                output.next_token_logits, token_ids.clamp(min=0), tops
+            )
+        return token_ids
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

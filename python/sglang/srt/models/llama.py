@@ -1,0 +1,277 @@
+"""Llama and the architectures that differ from it by switches: Mistral, Qwen2, Qwen3 (and SmolLM2, which is Llama)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
+from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import compute_logits
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import apply_rotary, get_rope
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
+
+
+@dataclass(frozen=True)
+class Switches:
+    """How an architecture differs from Llama. A bias of None is what the config says (absent: no bias).
+
+    Attributes:
+        qkv_bias, o_bias: bias of the attention's projections; the config's ``attention_bias``.
+        mlp_bias: bias of the MLP's projections; the config's ``mlp_bias``.
+        qk_norm: queries and keys are normalised per head before the rotation.
+        sliding_window: the config's ``sliding_window`` (and ``layer_types``) limits what a token sees.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    sliding_window: bool = False
+
+    def window(self, config: PretrainedConfig, layer_id: int) -> int | None:
+        """Tokens that a token of this layer sees, itself included; None for all."""
+        layer_types = getattr(config, "layer_types", None)
+        if not self.sliding_window or (layer_types and layer_types[layer_id] != "sliding_attention"):
+            return None
+        window: int | None = config.sliding_window
+        return window
+
+
+def _bias(switch: bool | None, config: PretrainedConfig, name: str) -> bool:
+    return bool(getattr(config, name, False)) if switch is None else switch
+
+
+class LlamaMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        switches: Switches,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise CheckpointError(f"config.json: hidden_act {config.hidden_act!r} is not supported, only 'silu'")
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        bias = _bias(switches.mlp_bias, config, "mlp_bias")
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [intermediate] * 2, bias, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj", tp=tp
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate, hidden, bias, quant_config=quant_config, prefix=f"{prefix}.down_proj", tp=tp
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        switches: Switches,
+        layer_id: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        heads = config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            self.head_dim,
+            heads,
+            config.num_key_value_heads,
+            _bias(switches.qkv_bias, config, "attention_bias"),
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+            tp=tp,
+        )
+        self.o_proj = RowParallelLinear(
+            heads * self.head_dim,
+            config.hidden_size,
+            _bias(switches.o_bias, config, "attention_bias"),
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+            tp=tp,
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if switches.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.attn = RadixAttention(
+            self.num_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            self.num_kv_heads,
+            layer_id,
+            sliding_window=switches.window(config, layer_id),
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        # Queries and keys are rotated together.
+        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = apply_rotary(qk, *rotary).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, forward_batch))
+        return out
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        switches: Switches,
+        layer_id: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, switches, layer_id, quant_config, f"{prefix}.self_attn", tp)
+        self.mlp = LlamaMLP(config, switches, quant_config, f"{prefix}.mlp", tp)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        forward_batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of what is returned: the next norm adds it."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, rotary, forward_batch)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        switches: Switches,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            prefix=f"{prefix}.embed_tokens",
+            tp=tp,
+            is_head=config.tie_word_embeddings,
+        )
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, switches, layer_id, quant_config, f"{prefix}.layers.{layer_id}", tp)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.rotary_emb = get_rope(config, head_dim)
+
+    def forward(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of the batch's new tokens."""
+        hidden_states: torch.Tensor = self.embed_tokens(forward_batch.input_ids)
+        rotary = self.rotary_emb(forward_batch.positions, hidden_states.dtype)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, rotary, forward_batch)
+        return hidden_states if residual is None else self.norm(hidden_states, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole model, under the checkpoint's names.
+
+    Args:
+        config: the model's transformers config.
+        quant_config: decides how each linear layer is stored; None means unquantised.
+        tp: the ranks that share the model.
+
+    Parameters are created on torch's default device in torch's default dtype.
+
+    Raises:
+        CheckpointError: the config asks for what these architectures don't have.
+    """
+
+    switches: ClassVar[Switches] = Switches()
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        quant_config: QuantizationConfig | None = None,
+        tp: TensorParallelGroup = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config, self.switches, quant_config, "model", tp)
+        self.lm_head: ParallelLMHead | None = None
+        # A tied checkpoint may hold a copy of the embedding under the head's name.
+        self.unused_checkpoint_tensors: tuple[str, ...] = ("lm_head.weight",)
+        if not config.tie_word_embeddings:
+            self.lm_head = ParallelLMHead(
+                config.vocab_size, config.hidden_size, quant_config=quant_config, prefix="lm_head", tp=tp
+            )
+            self.unused_checkpoint_tensors = ()
+
+    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        hidden_states = self.model(forward_batch)
+        head = self.model.embed_tokens.logits if self.lm_head is None else self.lm_head
+        return compute_logits(hidden_states, head, forward_batch)
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    switches = Switches(qkv_bias=False, o_bias=False, mlp_bias=False, sliding_window=True)
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    switches = Switches(qkv_bias=True, o_bias=False, mlp_bias=False, sliding_window=True)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    switches = Switches(mlp_bias=False, qk_norm=True, sliding_window=True)

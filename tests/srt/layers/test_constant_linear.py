@@ -1,0 +1,46 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers import constant_linear
+from sglang.srt.layers.constant_linear import ConstantLinear
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "n", "k"), [(0, 8, 16), (1, 33, 576), (5, 64, 70), (70, 31, 16)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_linear(
+    packs: bool, dtype: torch.dtype, rows: int, n: int, k: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packs:
+        monkeypatch.setattr(constant_linear, "_works", lambda dtype: False)
+    weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype) if with_bias else None
+    x = torch.randn(rows + 2, k + 6).to(dtype)[1:-1, 3:-3]  # rows of a larger tensor
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    linear = ConstantLinear(weight.clone())
+    ours = linear(x, bias)
+    assert ours.dtype == dtype and ours.shape == exact.shape
+    error = (ours.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+    assert error < {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+    assert linear.nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8, device="meta"), torch.zeros(0, 8)]
+)
+def test_what_can_not_be_packed_is_kept(weight: torch.Tensor) -> None:
+    assert ConstantLinear(weight)._weight is weight
+
+
+def test_tied_head() -> None:
+    embedding = VocabParallelEmbedding(50, 16, is_head=True)
+    embedding.weight.data.normal_()
+    hidden = torch.randn(3, 16)
+    before = embedding.logits(hidden)
+    embedding.quant_method.process_weights_after_loading(embedding)
+    torch.testing.assert_close(embedding.logits(hidden), before)
+    torch.testing.assert_close(before, hidden @ embedding.weight.T)
+    assert torch.equal(embedding(torch.tensor([4, 49])), embedding.weight[[4, 49]])
+    assert [name for name, _ in embedding.named_parameters()] == ["weight"]
