@@ -163,48 +163,19 @@ def test_new_style_rope_scaling(checkpoint):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256},
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "sliding_window": 256,
-            "use_sliding_window": True,
-            "max_window_layers": 0,
-        },
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "sliding_window": 256,
-            "use_sliding_window": True,
-            "max_window_layers": 0,
-        },
-    ],
-)
-def test_sliding_window_limits_the_context(checkpoint, changes, caplog):
-    folder = checkpoint(**changes)
-    with caplog.at_level(logging.INFO):
-        assert read(folder).context_len == 256
-    assert "256" in caplog.text
-    assert read(folder, "--context-length 256").context_len == 256
-    assert "sliding" in refusal(folder, "--context-length 257", ArgumentError)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
         {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256},
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 256},
         {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
             "sliding_window": 256,
             "use_sliding_window": True,
-            "max_window_layers": 1,
+            "max_window_layers": 0,
         },
     ],
 )
-def test_unused_sliding_window_limits_nothing(checkpoint, changes):
+def test_a_sliding_window_does_not_limit_the_context(checkpoint, changes):
     assert read(checkpoint(**changes)).context_len == 1024
 
 

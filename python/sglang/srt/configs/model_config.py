@@ -126,7 +126,7 @@ class ModelConfig:
             hf_config=hf_config,
             architecture=architecture,
             dtype=_dtype(dtype, raw, config_file),
-            context_len=_context_len(context_length, hf_config, raw, architecture, config_file),
+            context_len=_context_len(context_length, hf_config, raw, config_file),
             vocab_size=_size(hf_config, "vocab_size", config_file),
             hidden_size=hidden,
             num_hidden_layers=_size(hf_config, "num_hidden_layers", config_file),
@@ -231,9 +231,7 @@ def _dtype(requested: str, raw: Mapping[str, Any], file: Path) -> torch.dtype:
     return chosen
 
 
-def _context_len(
-    requested: int | None, config: PreTrainedConfig, raw: Mapping[str, Any], architecture: str, file: Path
-) -> int:
+def _context_len(requested: int | None, config: PreTrainedConfig, raw: Mapping[str, Any], file: Path) -> int:
     limit = _size(config, "max_position_embeddings", file)
     rope = _rope(raw, file)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -243,31 +241,14 @@ def _context_len(
         if not isinstance(factor, int | float) or factor < 1:
             raise CheckpointError(f"{file}: rope factor must be a number of at least 1, not {factor!r}")
         limit = int(limit * factor)
-    reason = "what its configuration allows"
-    window = _sliding_window(config, architecture)
-    if window is not None and window < limit:
-        # Within the window, sliding-window attention is plain causal attention.
-        limit, reason = window, "its sliding attention window, and sliding-window attention is not supported yet"
-        logger.info("Context length is limited to %d, the model's sliding attention window.", window)
     if requested is None:
         return limit
     if requested > limit:
         raise ArgumentError(
-            f"--context-length {requested} is more than {limit}: {reason}; use at most {limit}"
-            + ("" if window == limit else f", or extend the model by rope scaling in {file}")
+            f"--context-length {requested} is more than {limit}, which the model's configuration allows; use at most "
+            f"{limit}, or extend the model by rope scaling in {file}"
         )
     return requested
-
-
-def _sliding_window(config: PreTrainedConfig, architecture: str) -> int | None:
-    """The attention window if some layer uses one."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        used = any(kind != "full_attention" for kind in layer_types)
-    else:
-        used = architecture == "MistralForCausalLM"
-    return int(window) if used and window else None
 
 
 def _token_ids(source: Mapping[str, Any], file: Path) -> frozenset[int]:
