@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.layers import radix_attention
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_loader.loader import load_weights
@@ -49,10 +50,22 @@ def test_impossible_scale_is_refused(bad: float) -> None:
         load_weights(model, tensors(bad))
 
 
-def test_missing_scale_is_refused() -> None:
+def test_one_scale_without_the_other_is_refused() -> None:
     model = nn.ModuleDict({"self_attn": Attention(Fp8Cache())})
-    with pytest.raises(CheckpointError, match=r"lacks self_attn\.v_proj\.v_scale"):
-        load_weights(model, tensors(1.0)[:1])
+    load_weights(model, tensors(1.0)[:1])
+    with pytest.raises(CheckpointError, match="one KV cache scale but no v_scale"):
+        layer = model["self_attn"].attn
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_no_scales_at_all_are_stated(caplog: pytest.LogCaptureFixture) -> None:
+    radix_attention._warn_of_missing_scales.cache_clear()
+    model = nn.ModuleDict({"self_attn": Attention(Fp8Cache())})
+    load_weights(model, [])
+    layer = model["self_attn"].attn
+    layer.quant_method.process_weights_after_loading(layer)
+    assert (layer.k_scale, layer.v_scale) == (1.0, 1.0)
+    assert "stores no k_scale and v_scale; 1.0 is used" in caplog.text
 
 
 def test_no_scales_without_an_fp8_checkpoint() -> None:

@@ -71,6 +71,23 @@ def test_a_file_with_the_fused_tensor() -> None:
     assert torch.equal(model.gate_up_proj.weight, fused)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_part_of_a_larger_model(prefix: str) -> None:
+    model, tensors = Model(), full()
+    names = {f"model.{name}": value for name, value in tensors.items()}
+    if prefix == "language_model.":
+        stored = {prefix + name: value for name, value in names.items()}
+    else:
+        stored = {prefix + name.removeprefix("model."): value for name, value in names.items()}
+    load_weights(wrap(model), stored.items())
+    assert torch.equal(model.norm, tensors["norm"])
+
+
+def test_a_head_that_the_config_does_not_use_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    load_weights(wrap(Model()), named({**full(), "lm_head.weight": torch.zeros(1)}))
+    assert "Tensor lm_head.weight is stored but not used" in caplog.text
+
+
 @pytest.mark.parametrize("name", list(full()))
 def test_every_missing_tensor_is_named(name: str) -> None:
     tensors = full()

@@ -138,10 +138,16 @@ class LinearBase(nn.Module):
         input_dim: int | None = getattr(param, "input_dim", None)
         loaded_weight = match_dtype(param, loaded_weight)
 
-        if output_dim is None:  # one value per part
+        if output_dim is None and input_dim is None:  # one value per part
             if loaded_weight.numel() not in (1, len(parts)):
                 raise CheckpointError(f"expected one value, found shape {list(loaded_weight.shape)}")
             param.data[index : index + len(parts)] = loaded_weight.reshape(-1)
+            return
+        if output_dim is None:  # one value per part and column
+            if loaded_weight.numel() != self.input_size:
+                raise CheckpointError(f"expected shape [{self.input_size}], found {list(loaded_weight.shape)}")
+            first = self.tp.rank * param.shape[1] if self.input_is_sharded else 0
+            param.data[index : index + len(parts)] = loaded_weight.flatten()[first : first + param.shape[1]]
             return
 
         expected = list(param.shape)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
 
 
 def _check_scale(loaded: torch.Tensor) -> str | None:
@@ -19,14 +24,27 @@ def _check_scale(loaded: torch.Tensor) -> str | None:
     return None if math.isfinite(value) and value > 0 else f"a KV cache scale must be positive and finite, not {value}"
 
 
+@cache
+def _warn_of_missing_scales() -> None:
+    logger.warning("The checkpoint asks for an FP8 KV cache but stores no k_scale and v_scale; 1.0 is used.")
+
+
 class KVCacheScales:
     """Turns the loaded scales of a layer's keys and values into Python numbers."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        for name in ("k_scale", "v_scale"):
-            value = float(getattr(layer, name))
+        """Raises:
+        CheckpointError: only one of the two was stored.
+        """
+        scales = {name: float(getattr(layer, name)) for name in ("k_scale", "v_scale")}
+        missing = [name for name, value in scales.items() if math.isnan(value)]
+        if len(missing) == 1:
+            raise CheckpointError(f"layer {layer.prefix}: the checkpoint stores one KV cache scale but no {missing[0]}")
+        if missing:
+            _warn_of_missing_scales()
+        for name in scales:
             delattr(layer, name)
-            setattr(layer, name, value)
+            setattr(layer, name, 1.0 if missing else scales[name])
 
 
 class RadixAttention(nn.Module):
@@ -70,7 +88,7 @@ class RadixAttention(nn.Module):
         if quant_config is not None and quant_config.kv_cache_dtype == torch.float8_e4m3fn:
             self.quant_method = KVCacheScales()
             for name in ("k_scale", "v_scale"):
-                register_weight(self, name, torch.ones(1, dtype=torch.float32), check=_check_scale)
+                register_weight(self, name, torch.full((1,), float("nan")), check=_check_scale, optional=True)
         else:
             self.k_scale = None
             self.v_scale = None

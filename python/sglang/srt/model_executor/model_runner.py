@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization import get_quantization
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
-from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.loader import load_model, module_names
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.platforms import available_memory, resolve_device, total_memory
@@ -74,6 +74,8 @@ class ModelRunner:
         model_class = get_model_class(model_config.architecture)
         with self.device, _default_dtype(self.dtype):
             self.model: LlamaForCausalLM = model_class(model_config.hf_config, quant_config, tp)
+        if quant_config is not None:
+            quant_config.check_names(module_names(self.model))
         load_model(self.model, model_config.model_path, server_args.load_format, progress=tp.rank == 0)
         self.model.eval()
         if self.device.type == "cuda":

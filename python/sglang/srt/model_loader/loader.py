@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ from torch import nn
 
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.patterns import TEXT_MODEL
 from sglang.srt.model_loader.weight_utils import iterate_tensors
+
+logger = logging.getLogger(__name__)
 
 # Tensors that exporters write and that no model here reads.
 UNUSED_TENSORS = ("*.rotary_emb.inv_freq", "*.k_proj.k_scale", "*.v_proj.v_scale", "*.q_proj.q_scale")
@@ -98,6 +102,25 @@ def _unused_patterns(model: nn.Module) -> list[str]:
     return patterns
 
 
+def text_model_name(name: str) -> str:
+    """A tensor's name without the component under which a vision-language model keeps its text model."""
+    return name.removeprefix(TEXT_MODEL).replace("model." + TEXT_MODEL, "model.", 1)
+
+
+def module_names(model: nn.Module) -> set[str]:
+    """Every module's name in the checkpoint, parts of fused layers and fused layers alike."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    names: set[str] = set()
+    for path, _ in named_checkpoint_modules(model):
+        parent, _, leaf = path.rpartition(".")
+        names.update(f"{parent}.{part}".lstrip(".") for part in (leaf, *packed.get(leaf, ())))
+    return names
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill ``model``'s parameters from ``tensors`` (checkpoint name, value).
 
@@ -110,10 +133,13 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) 
     literal = {pattern for pattern in patterns if "*" not in pattern}
     globs = [pattern for pattern in patterns if "*" in pattern]
     written: set[str] = set()
-    for name, tensor in tensors:
+    for stored_name, tensor in tensors:
+        name = text_model_name(stored_name)
         names = [name] if name in slots else fused.get(name, [])
         if not names:
             if name in literal or any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+                if any(fnmatch.fnmatchcase(name, glob) for glob in getattr(model, "unused_checkpoint_tensors", ())):
+                    logger.warning("Tensor %s is stored but not used by this model's configuration.", stored_name)
                 continue
             raise CheckpointError(
                 f"tensor {name} ({tensor.dtype}, {list(tensor.shape)}) is in the checkpoint but no layer reads it; "
@@ -130,12 +156,15 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) 
             raise CheckpointError(f"tensor {name}: {error}") from error
         written.update(names)
     missing = [name for name in slots if name not in written]
+    absent = [name for name in missing if getattr(slots[name].param, "optional", False)]
+    if absent:
+        logger.info("The checkpoint has no %s; their neutral value is used.", _shown(absent))
+    missing = [name for name in missing if name not in absent]
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         hint = ""
         if any("scale" in name for name in missing):
             hint = "; if these layers are not quantised, the checkpoint's quantisation config must exclude them"
-        raise CheckpointError(f"the checkpoint lacks {shown}{hint}")
+        raise CheckpointError(f"the checkpoint lacks {_shown(missing)}{hint}")
 
 
 def fill_with_dummy_weights(model: nn.Module) -> None:

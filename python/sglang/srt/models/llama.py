@@ -251,8 +251,8 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.model = LlamaModel(config, self.switches, quant_config, "model", tp)
         self.lm_head: ParallelLMHead | None = None
-        # A tied checkpoint may hold a copy of the embedding under the head's name.
-        self.unused_checkpoint_tensors: tuple[str, ...] = ("lm_head.weight",)
+        # A tied checkpoint may hold a head of its own nevertheless; the embedding is what its config asks for.
+        self.unused_checkpoint_tensors: tuple[str, ...] = ("lm_head.*",)
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(
                 config.vocab_size, config.hidden_size, quant_config=quant_config, prefix="lm_head", tp=tp

@@ -51,7 +51,7 @@ def test_outputs(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case + ".x_packed" in LINEAR_IO])
 def test_activation_codes(case: str) -> None:
     layer, _ = make_layer(case, torch.bfloat16)
-    prepared, _ = layer.nvfp4.segments[0]
+    prepared = layer.nvfp4.segments[0].prepared
     packed, scale = quantize_nvfp4(LINEAR_IO[case + ".x"], prepared.source.input_scale_inv)
     assert torch.equal(packed, LINEAR_IO[case + ".x_packed"])
     assert torch.equal(scale.view(torch.uint8), LINEAR_IO[case + ".x_scale"].view(torch.uint8))

@@ -82,7 +82,7 @@ def test_disagreement_has_a_winner_and_a_log_line(caplog: pytest.LogCaptureFixtu
     ("config", "words"),
     [
         ({"quant_algo": "NVFP5"}, "quant_algo 'NVFP5' is not served"),
-        ({"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not served; served are NVFP4"),
+        ({"quant_algo": "NVFP4_SVD"}, "'NVFP4_SVD' is not served; served are NVFP4"),
         ({}, "has no quant_algo"),
         ({"quant_algo": None}, r"no quant_algo \(found None\)"),
         ({"quant_algo": "NVFP4", "group_size": 32}, "group_size is 32"),
@@ -185,3 +185,47 @@ def test_flag_and_checkpoint() -> None:
 def test_mixed_uses_fp8_method() -> None:
     config = find_modelopt_config(*both_files("mixed"))
     assert isinstance(config.get_quant_method(nn.Module(), LAYERS[0]), Fp8LinearMethod)
+
+
+NAMES = {
+    "lm_head",
+    "model.embed_tokens",
+    "model.layers.0.mlp",
+    "model.layers.0.mlp.gate_up_proj",
+    "model.layers.0.mlp.up_proj",
+}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "model.layers.language_model.layers.0.mlp.up_proj",
+        "model.layers.1*",
+        "re:.*o_proj$",
+        "model.layers.0.mlp.up",
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
+    config = ModelOptFp4Config(exclude_modules=["lm_head", pattern])
+    with pytest.raises(CheckpointError) as info:
+        config.check_names(NAMES)
+    assert f"excludes {pattern!r}, which matches no layer" in str(info.value)
+
+
+def test_patterns_that_match_or_may_be_absent_pass() -> None:
+    patterns = ["lm_head", "model.embed_tokens*", "*mlp*", "model.vision_tower*", "mtp.fc", "re:.*gate_up_proj"]
+    ModelOptFp4Config(exclude_modules=patterns).check_names(NAMES - {"lm_head"})
+    table = {"model.layers.9.mlp.up_proj": "NVFP4"}
+    with pytest.raises(CheckpointError, match="names model.layers.9.mlp.up_proj, which does not exist"):
+        ModelOptFp4Config("MIXED_PRECISION", quantized_layers=table).check_names(NAMES)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_names_of_the_text_part_of_a_larger_model(prefix: str) -> None:
+    config = ModelOptFp4Config(exclude_modules=[prefix + "layers.0.mlp*"])
+    assert methods(config, LAYERS[1:2]) == ["UnquantizedLinearMethod"]
+    config.check_names(NAMES)
+    table = {prefix + "layers.0.mlp.down_proj": "FP8"}
+    mixed = ModelOptFp4Config("MIXED_PRECISION", quantized_layers=table)
+    assert methods(mixed, LAYERS[2:3]) == ["Fp8LinearMethod"]
+    mixed.check_names({"model.layers.0.mlp.down_proj"})

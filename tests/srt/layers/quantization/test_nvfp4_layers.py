@@ -243,5 +243,49 @@ def test_explicit_backend_that_cannot_take_a_layer(monkeypatch: pytest.MonkeyPat
 
 def test_equal_neighbours_share_a_segment() -> None:
     weight = make_weight([32, 16, 16], 32, [0.1, 0.1, 0.2], Activation.NONE, torch.float32)
-    assert [segment.part_sizes for segment in weight.segments()] == [(48,), (16,)]
+    assert [segment.part_sizes for segment in weight.segments(False)] == [(48,), (16,)]
+    assert [segment.part_sizes for segment in weight.segments(True)] == [(32, 16, 16)]
     assert nvfp4.check_global_scale(torch.tensor([0.1, 0.2])) is None
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("backend", W4A4_BACKENDS)
+def test_pre_quant_scale(backend: str, unequal: bool, emulator: flashinfer_emulator.Emulator) -> None:
+    """NVFP4_AWQ: the input is multiplied per column before it is quantised; fused parts may even differ."""
+    weight = make_weight([64, 32], 80, [0.01, 0.02], Activation.STATIC, torch.bfloat16)
+    pre = torch.rand(2, 80).mul(4).add(0.25)
+    if not unequal:
+        pre[1] = pre[0]
+    weight = dataclasses.replace(weight, pre_quant_scale=pre)
+    x = torch.randn(5, 80).bfloat16()
+    y = NvFp4Linear(weight, backends()[backend]())(x)
+    row = 0
+    for index, size in enumerate(weight.part_sizes):
+        part = dataclasses.replace(
+            weight,
+            packed=weight.packed[row : row + size],
+            scale=weight.scale[row : row + size],
+            global_scales=weight.global_scales[index : index + 1],
+            part_sizes=(size,),
+        )
+        scaled = (x.float() * pre[index]).bfloat16()
+        assert relative_error(y[:, row : row + size], exact(part, scaled, None)) < 0.005
+        row += size
+
+
+def test_awq_layer_from_a_checkpoint() -> None:
+    config = ModelOptFp4Config.from_config({"quant_algo": "NVFP4_AWQ"})
+    layer = torch.nn.Module()
+    method = config.get_quant_method(layer, "a.down_proj")
+    method.create_weights(layer, 64, [32], 64, 32, torch.float32)
+    weight = make_weight([32], 64, [0.1], Activation.STATIC, torch.float32)
+    pre = torch.rand(64) + 0.5
+    layer.weight.data.copy_(weight.packed)
+    layer.weight_scale.data.copy_(weight.scale)
+    layer.weight_scale_2.data.fill_(0.1)
+    layer.input_scale.data.fill_(3.0 / 2688)
+    layer.pre_quant_scale.data.copy_(pre)
+    assert nvfp4.check_pre_quant_scale(torch.tensor([1.0, float("nan")])) is not None
+    method.process_weights_after_loading(layer)
+    x = torch.randn(3, 64)
+    assert relative_error(method.apply(layer, x), exact(weight, x * pre, None)) < 1e-5

@@ -7,6 +7,7 @@ with a ``weight_loader``, load, ``process_weights_after_loading`` and ``apply``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ def register_weight(layer: nn.Module, name: str, data: torch.Tensor, **attrs: An
     """Register ``data`` as a parameter without gradient (it may be of an integer dtype) and set ``attrs`` on it.
 
     Attributes that loaders read: ``output_dim`` / ``input_dim`` (which dimension is N / K; absent from tensors with
-    one value per fused part), ``weight_loader(param, loaded_weight, shard_id)`` and ``check(loaded_weight)``, which
-    returns what is wrong with the values, or None.
+    one value per fused part), ``weight_loader(param, loaded_weight, shard_id)``, ``check(loaded_weight)``, which
+    returns what is wrong with the values, or None, and ``optional`` (a checkpoint may lack it: the initial value says
+    what that means).
     """
     param = nn.Parameter(data, requires_grad=False)
     for key, value in attrs.items():
@@ -81,6 +83,14 @@ class QuantizationConfig(ABC):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         """The method for the linear layer called ``prefix`` (its name in the checkpoint, a fused layer by its
         fused name); None if this kind of layer is never quantised."""
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Compare what the config says about layers with the layers there are, ``names`` in the checkpoint's spelling.
+
+        Raises:
+            CheckpointError: it names layers that do not exist, so that it can't mean what it does here.
+        """
+        return
 
     @property
     def kv_cache_dtype(self) -> torch.dtype | None:

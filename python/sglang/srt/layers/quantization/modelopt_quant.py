@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,32 +12,34 @@ from torch import nn
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
-from sglang.srt.layers.quantization.nvfp4 import MODELOPT_NAMES, Activation, NvFp4LinearMethod
+from sglang.srt.layers.quantization.nvfp4 import MODELOPT_AWQ_NAMES, MODELOPT_NAMES, Activation, NvFp4LinearMethod
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
-from sglang.srt.layers.quantization.patterns import ModulePatterns
+from sglang.srt.layers.quantization.patterns import ModulePatterns, may_be_absent, spellings
 from sglang.srt.layers.quantization.split import SplitLinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 logger = logging.getLogger(__name__)
 
-LAYER_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
-MODEL_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+LAYER_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8")
+MODEL_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION")
 EXCLUDE_KEYS = ("exclude_modules", "ignore", "ignored_layers", "modules_to_not_convert")
 PACKED_MODULES = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 class ModelOptFp4LinearMethod(NvFp4LinearMethod):
-    """An NVFP4 layer as ModelOpt stores it: weight, weight_scale, weight_scale_2 and, for W4A4, input_scale."""
+    """An NVFP4 layer as ModelOpt stores it: weight, weight_scale, weight_scale_2, for W4A4 input_scale, and for
+    NVFP4_AWQ pre_quant_scale."""
 
-    def __init__(self, quant_config: ModelOptFp4Config, activation: Activation | None = None) -> None:
-        super().__init__(MODELOPT_NAMES, activation or quant_config.activation_of("NVFP4"))
+    def __init__(self, quant_config: ModelOptFp4Config, algorithm: str = "NVFP4") -> None:
+        names = MODELOPT_AWQ_NAMES if algorithm == "NVFP4_AWQ" else MODELOPT_NAMES
+        super().__init__(names, quant_config.activation_of(algorithm))
 
 
 class ModelOptFp4Config(QuantizationConfig):
     """What a ModelOpt checkpoint says about its layers.
 
     Args:
-        quant_algo: NVFP4, W4A16_NVFP4 or MIXED_PRECISION (then ``quantized_layers`` decides).
+        quant_algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ or MIXED_PRECISION (then ``quantized_layers`` decides).
         exclude_modules: names, globs and ``re:`` expressions of layers that are not quantised.
         quantized_layers: layer name to algorithm; other layers are not quantised. None where the whole model is.
         kv_cache_quant_algo: "FP8" or None.
@@ -139,7 +141,7 @@ class ModelOptFp4Config(QuantizationConfig):
         if self.exclude.match(name):
             return None
         if self.quantized_layers is not None:
-            return self.quantized_layers.get(name)
+            return next((self.quantized_layers[s] for s in spellings(name) if s in self.quantized_layers), None)
         return self.quant_algo
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase:
@@ -155,7 +157,14 @@ class ModelOptFp4Config(QuantizationConfig):
             return UnquantizedLinearMethod()
         if algorithm == "FP8":
             return Fp8LinearMethod()
-        return ModelOptFp4LinearMethod(self, self.activation_of(algorithm))
+        return ModelOptFp4LinearMethod(self, algorithm)
+
+    def check_names(self, names: Collection[str]) -> None:
+        self.exclude.check_names(names)
+        known = {spelling for name in names for spelling in spellings(name)}
+        for name in self.quantized_layers or {}:
+            if name not in known and not may_be_absent(name):
+                raise CheckpointError(f"the quantisation config's quantized_layers names {name}, which does not exist")
 
 
 def find_modelopt_config(

@@ -44,6 +44,7 @@ class NvFp4Weight:
         input_scale, input_scale_inv: float32 scalars (STATIC), the multiplier and what the quantiser takes. Both are
             kept since a checkpoint stores either, and one is not the exact reciprocal of the other.
         dtype: of inputs and outputs.
+        pre_quant_scale: float32 [parts, K]; the input of each part is multiplied by it first (NVFP4_AWQ).
     """
 
     packed: torch.Tensor
@@ -54,6 +55,7 @@ class NvFp4Weight:
     dtype: torch.dtype
     input_scale: torch.Tensor | None = None
     input_scale_inv: torch.Tensor | None = None
+    pre_quant_scale: torch.Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -80,23 +82,37 @@ class NvFp4Weight:
         """Everything but the codes and block scales, for backends that keep those in a layout of their own."""
         return replace(self, packed=self.packed[:0], scale=self.scale[:0])
 
-    def segments(self) -> list[NvFp4Weight]:
-        """Runs of neighbouring parts with equal global scales, each as a weight with a single one."""
+    def segments(self, per_column_scale: bool) -> list[NvFp4Weight]:
+        """Runs of neighbouring parts that one product can take: they share their ``pre_quant_scale`` and, unless the
+        backend takes one per column, their global scale (of which the result then has a single one)."""
         scales = self.global_scales.tolist()
+        pre = self.pre_quant_scale
+
+        def joined(a: int, b: int) -> bool:
+            same_input = pre is None or torch.equal(pre[a], pre[b])
+            return same_input and (per_column_scale or scales[a] == scales[b])
+
         result: list[NvFp4Weight] = []
         row = first = 0
-        for index, scale in enumerate(scales):
-            if index + 1 < len(scales) and scales[index + 1] == scale:
+        for index in range(len(scales)):
+            if index + 1 < len(scales) and joined(index, index + 1):
                 continue
-            rows = sum(self.part_sizes[first : index + 1])
-            part = slice(row, row + rows)
-            single = self.global_scales[index : index + 1]
+            sizes, parts = self.part_sizes[first : index + 1], slice(first, index + 1)
+            rows = slice(row, row + sum(sizes))
+            global_scales = self.global_scales[parts]
+            if not per_column_scale:
+                sizes, global_scales = (sum(sizes),), global_scales[:1]
             result.append(
                 replace(
-                    self, packed=self.packed[part], scale=self.scale[part], global_scales=single, part_sizes=(rows,)
+                    self,
+                    packed=self.packed[rows],
+                    scale=self.scale[rows],
+                    global_scales=global_scales,
+                    part_sizes=sizes,
+                    pre_quant_scale=None if pre is None else pre[first : first + 1],
                 )
             )
-            row, first = row + rows, index + 1
+            row, first = rows.stop, index + 1
         return result
 
     def padded(self, out_multiple: int, in_multiple: int) -> NvFp4Weight:
@@ -111,16 +127,25 @@ class NvFp4Weight:
         return replace(self, packed=packed, scale=scale, part_sizes=sizes)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """One product: a prepared weight, its output columns, and what multiplies its input (float32 [1, K] or None)."""
+
+    prepared: PreparedWeight
+    out_features: int
+    pre_quant_scale: torch.Tensor | None
+
+
 class NvFp4Linear:
     """A weight ready to multiply: cut into what its backend takes, padded, in the backend's layout."""
 
     def __init__(self, weight: NvFp4Weight, backend: Fp4GemmBackend) -> None:
         self.backend = backend
         self.in_features, self.out_features, self.dtype = weight.in_features, weight.out_features, weight.dtype
-        self.segments: list[tuple[PreparedWeight, int]] = []
-        for segment in [weight] if backend.per_column_scale else weight.segments():
-            prepared = backend.prepare(segment.padded(backend.out_multiple, backend.in_multiple))
-            self.segments.append((prepared, segment.out_features))
+        self.segments: list[Segment] = []
+        for part in weight.segments(backend.per_column_scale):
+            prepared = backend.prepare(part.padded(backend.out_multiple, backend.in_multiple))
+            self.segments.append(Segment(prepared, part.out_features, part.pre_quant_scale))
         self.in_padding = -self.in_features % backend.in_multiple
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,16 +162,20 @@ class NvFp4Linear:
         shape = (*x.shape[:-1], self.out_features)
         if rows.shape[0] == 0:
             return x.new_empty(shape)
-        if self.in_padding:
-            rows = F.pad(rows, (0, self.in_padding))
         outputs, start = [], 0
-        for prepared, size in self.segments:
+        for segment in self.segments:
+            size = segment.out_features
             out_padding = -size % self.backend.out_multiple
             part = None if bias is None else F.pad(bias[start : start + size], (0, out_padding))
-            y = self.backend.apply(rows, prepared, part)
+            y = self.backend.apply(self._input_of(segment, rows), segment.prepared, part)
             outputs.append(y[:, :size] if out_padding else y)
             start += size
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(shape)
+
+    def _input_of(self, segment: Segment, rows: torch.Tensor) -> torch.Tensor:
+        if segment.pre_quant_scale is not None:
+            rows = (rows.float() * segment.pre_quant_scale).to(self.dtype)
+        return F.pad(rows, (0, self.in_padding)) if self.in_padding else rows
 
 
 # ----------------------------------------------------------------------------------------------- loading from files
@@ -171,18 +200,28 @@ def check_global_scale(loaded: torch.Tensor) -> str | None:
     return None
 
 
+def check_pre_quant_scale(loaded: torch.Tensor) -> str | None:
+    """What is wrong with the factors on a layer's input: they must be finite."""
+    return None if bool(loaded.float().isfinite().all()) else "pre_quant_scale holds NaN or infinity"
+
+
 @dataclass(frozen=True)
 class TensorNames:
-    """How a checkpoint dialect calls the tensors of an NVFP4 layer; ``reciprocal``: global scales are divisors."""
+    """How a checkpoint dialect calls the tensors of an NVFP4 layer.
+
+    ``reciprocal``: global scales are divisors. ``pre_quant_scale``: factors on the input, where layers may have them.
+    """
 
     packed: str
     scale: str
     global_scale: str
     input_scale: str
     reciprocal: bool = False
+    pre_quant_scale: str | None = None
 
 
 MODELOPT_NAMES = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale")
+MODELOPT_AWQ_NAMES = replace(MODELOPT_NAMES, pre_quant_scale="pre_quant_scale")
 
 
 def install(layer: nn.Module, weight: NvFp4Weight) -> None:
@@ -203,7 +242,7 @@ class NvFp4LinearMethodBase(LinearMethodBase):
 
     def weight_bytes(self, layer: nn.Module) -> int:
         linear: NvFp4Linear | None = getattr(layer, "nvfp4", None)
-        prepared = sum(weight.nbytes for weight, _ in linear.segments) if linear else 0
+        prepared = sum(segment.prepared.nbytes for segment in linear.segments) if linear else 0
         return prepared + super().weight_bytes(layer)
 
 
@@ -256,6 +295,12 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         register_weight(layer, self.names.scale, e4m3, output_dim=0, input_dim=1, check=check_block_scales, **attrs)
         for key, check in per_part.items():
             register_weight(layer, key, torch.full((parts,), float("nan")), check=check, **attrs)
+        if self.names.pre_quant_scale:  # exporters fold it into the layer before, where there is one
+            ones = torch.ones(parts, input_size_per_partition)
+            check_pre = check_pre_quant_scale
+            register_weight(
+                layer, self.names.pre_quant_scale, ones, input_dim=1, optional=True, check=check_pre, **attrs
+            )
         layer.nvfp4_part_sizes = tuple(output_partition_sizes)  # type: ignore[assignment]
         layer.nvfp4_dtype = params_dtype  # type: ignore[assignment]
 
@@ -296,6 +341,9 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
             inverse = 1.0 / value
             pair = (inverse, value) if names.reciprocal else (value, inverse)
             weight = replace(weight, input_scale=pair[0], input_scale_inv=pair[1])
+        if names.pre_quant_scale:
+            pre = stored[names.pre_quant_scale] = getattr(layer, names.pre_quant_scale).data
+            weight = replace(weight, pre_quant_scale=None if bool((pre == 1).all()) else pre)
         for key in stored:
             delattr(layer, key)
         install(layer, weight)

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from sglang.srt.errors import CheckpointError
+
+# What exporters list as a matter of course, or for parts of a larger model that a text model does not have.
+_MAY_BE_ABSENT = ("lm_head", "embed_tokens", "vision", "visual", "image", "audio", "multi_modal", "mtp")
+
+# Component under which a vision-language model keeps its text model.
+TEXT_MODEL = "language_model."
+
+
+def may_be_absent(pattern: str) -> bool:
+    """Whether a name or pattern may match no layer without being a mistake."""
+    return any(part in pattern for part in _MAY_BE_ABSENT)
+
+
+def spellings(name: str) -> Iterator[str]:
+    """A module's name, and how it is called where the model is the text part of a larger one."""
+    yield name
+    yield TEXT_MODEL + name
+    if name.startswith("model."):
+        yield "model." + TEXT_MODEL + name.removeprefix("model.")
 
 
 class ModulePatterns:
@@ -29,7 +48,22 @@ class ModulePatterns:
                 raise CheckpointError(f"the quantisation config's pattern {pattern!r} is not valid: {error}") from error
 
     def match(self, name: str) -> bool:
-        return any(expression.match(name) for expression in self._expressions)
+        return any(_matches(expression, name) for expression in self._expressions)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises:
+        CheckpointError: a pattern matches none of ``names``: what it was meant for would be treated wrongly.
+        """
+        for pattern, expression in zip(self.patterns, self._expressions, strict=True):
+            if not may_be_absent(pattern) and not any(_matches(expression, name) for name in names):
+                raise CheckpointError(
+                    f"the quantisation config excludes {pattern!r}, which matches no layer of this model; correct or "
+                    "remove the pattern"
+                )
+
+
+def _matches(expression: re.Pattern[str], name: str) -> bool:
+    return any(expression.match(spelling) for spelling in spellings(name))
 
 
 def _to_expression(pattern: str) -> str:
