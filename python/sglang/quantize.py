@@ -30,7 +30,7 @@ from tqdm import tqdm
 from sglang import __version__
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import ArgumentError, CheckpointError, StartupError
-from sglang.srt.layers.quantization.modelopt_quant import PACKED_MODULES
+from sglang.srt.layers.quantization.base_config import PACKED_MODULES
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
 from sglang.srt.layers.quantization.nvfp4_weight import (
     global_scale_from_amax,

@@ -24,7 +24,8 @@ def free_port() -> int:
 
 
 def command(model: str | Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *arguments]
+    device = () if "--device" in arguments else ("--device", "cpu")
+    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *device, *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:

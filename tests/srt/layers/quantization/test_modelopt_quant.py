@@ -135,6 +135,24 @@ def test_excluding_parts_of_a_fused_layer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("*v_proj", "v"),
+        ("re:.*v_proj$", "v"),
+        ("*.self_attn.[qk]_proj", "qk"),
+        ("*qkv_proj", "qkv"),
+        ("*self_attn*", "qkv"),
+        ("model.layers.0.self_attn.qkv_proj", "qkv"),
+        ("*down_proj", ""),
+    ],
+)
+def test_a_pattern_for_one_part_is_not_for_the_fused_layer(pattern: str, named: str) -> None:
+    parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    found = ModulePatterns([pattern]).match_parts(LAYERS[0], parts)
+    assert found == {f"model.layers.0.self_attn.{part}_proj" for part in named}
+
+
+@pytest.mark.parametrize(
     ("pattern", "matches", "misses"),
     [
         ("lm_head", "lm_head", "model.lm_head"),

@@ -9,14 +9,24 @@ from sglang.srt.errors import ArgumentError, CheckpointError
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.layers.quantization.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
     from sglang.srt.server_args import ServerArgs
 
 # Values of --quantization and what they mean for a checkpoint that is / is not quantised already.
 QUANTIZATION_METHODS = {
     "modelopt": "a ModelOpt checkpoint, as its config says",
     "modelopt_fp4": "the same (SGLang's name for ModelOpt NVFP4)",
+    "compressed-tensors": "a compressed-tensors checkpoint, as its config says",
     "nvfp4": "W4A4: an NVFP4 checkpoint as it is; a bf16 checkpoint is quantised while it loads",
     "w4a16_nvfp4": "weight-only: activations are left alone; a bf16 checkpoint is quantised while it loads",
+}
+
+# Those that say which tool wrote the checkpoint.
+_CHECKPOINT_METHODS = {
+    "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt",
+    "compressed-tensors": "compressed-tensors",
 }
 
 
@@ -27,6 +37,7 @@ def get_quantization(model_config: ModelConfig, server_args: ServerArgs) -> Quan
         ArgumentError: ``--quantization`` contradicts the checkpoint.
         CheckpointError: the checkpoint's quantisation is not served.
     """
+    from sglang.srt.layers.quantization.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.modelopt_quant import find_modelopt_config
     from sglang.srt.layers.quantization.nvfp4_online import OnlineNvFp4Config
 
@@ -35,24 +46,42 @@ def get_quantization(model_config: ModelConfig, server_args: ServerArgs) -> Quan
         raise ArgumentError(f"--quantization {flag!r} is unknown; valid: {', '.join(QUANTIZATION_METHODS)}")
     weight_only = flag == "w4a16_nvfp4"
     stored = model_config.quantization_config
-    config = find_modelopt_config(model_config.hf_quant_config, stored, weight_only)
+    method = None if stored is None else stored.get("quant_method")
+    config: ModelOptFp4Config | CompressedTensorsConfig | None = find_modelopt_config(
+        model_config.hf_quant_config, stored, weight_only
+    )
+    if config is None and stored is not None and method == "compressed-tensors":
+        config = CompressedTensorsConfig.from_config(stored, weight_only)
     if config is not None:
-        if flag == "nvfp4" and config.quant_algo == "W4A16_NVFP4":
-            raise ArgumentError(
-                "--quantization nvfp4: the checkpoint is weight-only (W4A16_NVFP4) and has no activation scales; "
-                "leave the flag out or use w4a16_nvfp4"
-            )
+        _check_flag(flag, config.get_name(), config.quant_algo)
         return config
     if stored is not None:
         raise CheckpointError(
-            f"the checkpoint's quant_method {stored.get('quant_method')!r} is not served by this version; "
-            "served are ModelOpt NVFP4 checkpoints and unquantised ones"
+            f"the checkpoint's quant_method {method!r} is not served by this version; served are ModelOpt and "
+            "compressed-tensors checkpoints with NVFP4 layers, and unquantised ones"
         )
     if flag is None:
         return None
-    if flag.startswith("modelopt"):
+    if flag in _CHECKPOINT_METHODS:
         raise ArgumentError(
-            f"--quantization {flag} says that the checkpoint is quantised already, but its config has no ModelOpt "
-            "quantisation; to quantise a bf16 checkpoint while it loads use --quantization nvfp4 or w4a16_nvfp4"
+            f"--quantization {flag} says that the checkpoint is quantised already, but its config has no "
+            f"{_CHECKPOINT_METHODS[flag]} quantisation; to quantise a bf16 checkpoint while it loads use "
+            "--quantization nvfp4 or w4a16_nvfp4"
         )
     return OnlineNvFp4Config(weight_only)
+
+
+def _check_flag(flag: str | None, method: str, algorithm: str | None) -> None:
+    """Whether ``flag`` is what a checkpoint of this method (by its name in ``--quantization``) can be served as."""
+    kind = _CHECKPOINT_METHODS[method]
+    if flag in _CHECKPOINT_METHODS and _CHECKPOINT_METHODS[flag] != kind:
+        raise ArgumentError(
+            f"--quantization {flag}: the checkpoint is a {kind} one; leave the flag out or use {method}"
+        )
+    if flag == "nvfp4" and algorithm == "W4A16_NVFP4":
+        raise ArgumentError(
+            "--quantization nvfp4: the checkpoint is weight-only (W4A16_NVFP4) and has no activation scales; "
+            "leave the flag out or use w4a16_nvfp4"
+        )
+    if flag in ("nvfp4", "w4a16_nvfp4") and algorithm in ("FP8", None):
+        raise ArgumentError(f"--quantization {flag}: the checkpoint is quantised but has no NVFP4 layer")

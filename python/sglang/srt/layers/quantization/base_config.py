@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# Layers that are multiplied as one, and the parts that checkpoints store.
+PACKED_MODULES = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
 
 def register_weight(layer: nn.Module, name: str, data: torch.Tensor, **attrs: Any) -> None:
     """Register ``data`` as a parameter without gradient (it may be of an integer dtype) and set ``attrs`` on it.

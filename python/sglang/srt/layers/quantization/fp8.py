@@ -1,4 +1,4 @@
-"""FP8 (E4M3) layers with one scale per tensor, which mixed ModelOpt checkpoints hold beside NVFP4 ones."""
+"""FP8 (E4M3) layers, which mixed checkpoints hold beside NVFP4 ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.srt.distributed import TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
 from sglang.srt.layers.quantization.fp4_backends.torch_reference import ExactLinear
-from sglang.srt.layers.quantization.nvfp4 import check_global_scale
-from sglang.srt.layers.quantization.nvfp4_utils import to_e4m3
+from sglang.srt.layers.quantization.nvfp4 import Activation, check_global_scale
+from sglang.srt.layers.quantization.nvfp4_utils import E4M3_MAX, to_e4m3
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Static W8A8: ``y = (e4m3(x / input_scale) W^T) * (input_scale * weight_scale)``, products and sums in float32.
+    """``y = (e4m3(x / input_scale) W^T) * (input_scale * weight_scale)``, products and sums in float32.
 
-    ``weight`` float8_e4m3fn [N, K], ``weight_scale`` and ``input_scale`` float32 with one value per fused part. Parts
-    may differ in both: weight scales are applied per output column, inputs share the largest scale.
+    ``weight`` float8_e4m3fn [N, K]; ``weight_scale`` float32, one per fused part, or [N, 1]; ``input_scale`` float32,
+    one per fused part. Parts may differ: weight scales are applied per output column, inputs share the largest scale.
+
+    Args:
+        activation: STATIC: the checkpoint has ``input_scale``; DYNAMIC: it is ``amax / 448`` of each row of x (of the
+            whole row, where ranks share it); NONE: x is left alone.
+        per_channel: one ``weight_scale`` for each output row.
     """
+
+    def __init__(self, activation: Activation = Activation.STATIC, per_channel: bool = False) -> None:
+        self.activation = activation
+        self.per_channel = per_channel
+        if activation is not Activation.STATIC:
+            self.unused_tensors = frozenset({"input_scale"})
 
     def create_weights(
         self,
@@ -33,9 +45,15 @@ class Fp8LinearMethod(LinearMethodBase):
     ) -> None:
         weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=torch.float8_e4m3fn)
         register_weight(layer, "weight", weight, output_dim=0, input_dim=1, **extra_weight_attrs)
-        for key in ("weight_scale", "input_scale"):
-            unset = torch.full((len(output_partition_sizes),), float("nan"))
-            register_weight(layer, key, unset, check=check_global_scale, **extra_weight_attrs)
+        attrs: dict[str, Any] = {"check": check_global_scale, **extra_weight_attrs}
+        unset = torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32)
+        if self.per_channel:
+            per_row = torch.full((weight.shape[0], 1), float("nan"), dtype=torch.float32)
+            register_weight(layer, "weight_scale", per_row, output_dim=0, **attrs)
+        else:
+            register_weight(layer, "weight_scale", unset, **attrs)
+        if self.activation is Activation.STATIC:
+            register_weight(layer, "input_scale", unset.clone(), **attrs)
         layer.fp8_part_sizes = tuple(output_partition_sizes)  # type: ignore[assignment]
         layer.fp8_dtype = params_dtype  # type: ignore[assignment]
 
@@ -45,30 +63,44 @@ class Fp8LinearMethod(LinearMethodBase):
         """
         name = str(getattr(layer, "prefix", "") or type(layer).__name__)
         weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
-        weight_scale: torch.Tensor = layer.weight_scale.data  # type: ignore[assignment]
-        input_scale: torch.Tensor = layer.input_scale.data  # type: ignore[assignment]
         values = weight.float()
         if bool(values.isnan().any()):
             raise CheckpointError(f"layer {name}: the FP8 weight holds NaN")
-        for key, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
+        keys = ["weight_scale", "input_scale"] if self.activation is Activation.STATIC else ["weight_scale"]
+        scales: dict[str, torch.Tensor] = {key: getattr(layer, key).data.float() for key in keys}
+        for key, scale in scales.items():
             problem = check_global_scale(scale)
             if problem:
                 raise CheckpointError(f"layer {name}: {key} was not loaded or is illegal: {problem}")
-        sizes = torch.tensor(layer.fp8_part_sizes, device=weight.device)
-        shared_input_scale = input_scale.amax()
-        column_scale = torch.repeat_interleave(weight_scale, sizes) * shared_input_scale
-        for key in ("weight", "weight_scale", "input_scale"):
+        column_scale = scales["weight_scale"].flatten()
+        if not self.per_channel:
+            column_scale = column_scale.repeat_interleave(torch.tensor(layer.fp8_part_sizes, device=weight.device))
+        input_scale = scales["input_scale"].amax() if "input_scale" in scales else None
+        for key in ("weight", *keys):
             delattr(layer, key)
-        layer.fp8 = (ExactLinear(values), shared_input_scale, column_scale)  # type: ignore[assignment]
+        layer.fp8 = (ExactLinear(values), input_scale, column_scale)  # type: ignore[assignment]
 
     def weight_bytes(self, layer: nn.Module) -> int:
-        held: tuple[ExactLinear | torch.Tensor, ...] = getattr(layer, "fp8", ())
-        return sum(tensor.nbytes for tensor in held) + super().weight_bytes(layer)
+        held: tuple[ExactLinear | torch.Tensor | None, ...] = getattr(layer, "fp8", ())
+        return sum(tensor.nbytes for tensor in held if tensor is not None) + super().weight_bytes(layer)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         linear, input_scale, column_scale = layer.fp8  # type: ignore[misc]
         dtype: torch.dtype = layer.fp8_dtype  # type: ignore[assignment]
         rows = x.reshape(-1, x.shape[-1])
-        codes = to_e4m3(rows.float() / input_scale).float()
-        y: torch.Tensor = linear(codes, column_scale, bias, dtype)
+        if self.activation is Activation.DYNAMIC:
+            input_scale = _row_scales(layer, rows)
+        if input_scale is not None:
+            rows = to_e4m3(rows.float() / input_scale).float()
+            column_scale = input_scale * column_scale
+        y: torch.Tensor = linear(rows, column_scale, bias, dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _row_scales(layer: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """``amax / 448`` of each row [M, K], float32 [M, 1]; of the row of all ranks where each has some of the columns."""
+    amax = rows.abs().amax(dim=-1, keepdim=True).float()
+    if getattr(layer, "input_is_sharded", False):
+        group: TensorParallelGroup = layer.tp  # type: ignore[assignment]
+        amax = group.all_reduce_max(amax)
+    return (amax / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.base_config import PACKED_MODULES, LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.nvfp4 import MODELOPT_AWQ_NAMES, MODELOPT_NAMES, Activation, NvFp4LinearMethod
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 LAYER_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8")
 MODEL_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION")
 EXCLUDE_KEYS = ("exclude_modules", "ignore", "ignored_layers", "modules_to_not_convert")
-PACKED_MODULES = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 class ModelOptFp4LinearMethod(NvFp4LinearMethod):
@@ -136,20 +135,18 @@ class ModelOptFp4Config(QuantizationConfig):
             return Activation.NONE
         return Activation.DYNAMIC if self.dynamic_activations else Activation.STATIC
 
-    def algorithm_of(self, name: str) -> str | None:
-        """The algorithm of one layer by its checkpoint name; None: not quantised."""
-        if self.exclude.match(name):
-            return None
-        if self.quantized_layers is not None:
-            return next((self.quantized_layers[s] for s in spellings(name) if s in self.quantized_layers), None)
-        return self.quant_algo
-
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase:
+        """A table's entry counts more than the exclusion list, which may only mean "not NVFP4"."""
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(leaf, [])] or [prefix]
-        algorithms = {name: self.algorithm_of(name) for name in names}
-        if self.algorithm_of(prefix) is None and self.quantized_layers is None:
-            algorithms = dict.fromkeys(names)  # excluded by its fused name
+        algorithms: dict[str, str | None] = {}
+        if self.quantized_layers is not None:
+            for name in names:
+                found = (self.quantized_layers.get(spelling) for spelling in spellings(name))
+                algorithms[name] = next((algorithm for algorithm in found if algorithm), None)
+        else:
+            excluded = self.exclude.match_parts(prefix, names)
+            algorithms = {name: None if name in excluded else self.quant_algo for name in names}
         if len(set(algorithms.values())) > 1:
             return SplitLinearMethod({name: algorithm or "not quantised" for name, algorithm in algorithms.items()})
         algorithm = algorithms[names[0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from sglang.srt.errors import CheckpointError
 
@@ -49,6 +49,18 @@ class ModulePatterns:
 
     def match(self, name: str) -> bool:
         return any(_matches(expression, name) for expression in self._expressions)
+
+    def match_parts(self, fused: str, parts: Sequence[str]) -> set[str]:
+        """Which of a fused layer's ``parts`` are named, each by its own name or all by that of the ``fused`` layer.
+
+        The fused name counts only for a pattern that matches no part by itself: ``*v_proj`` is v_proj, though it
+        matches ``qkv_proj`` too.
+        """
+        named: set[str] = set()
+        for expression in self._expressions:
+            own = {part for part in parts if _matches(expression, part)}
+            named |= own or (set(parts) if _matches(expression, fused) else set())
+        return named
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises:
