@@ -1,7 +1,9 @@
 """A scheduler process without a model: speaks the real messages and answers with the prompt's tokens, over and over.
 
-``random_seed`` of the server arguments is the time of a step in milliseconds, or a ``Fault``. A prompt that starts
-with <pad> is refused as the real scheduler refuses what it can't run.
+``random_seed`` of the server arguments is the time of a step in milliseconds, or a ``Fault``, which is that of the last
+tensor-parallel rank. Ranks other than 0 only wait. A prompt that starts with <pad> is refused as the real scheduler
+refuses what it can't run. New weights are "loaded" in a fifth of a second if their path begins with "good"; from then
+on prompts are read backwards.
 """
 
 import os
@@ -22,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     PortArgs,
     ReqOutput,
     TokenizedGenerateReqInput,
+    UpdateWeightFromDiskReqInput,
     decode_to_scheduler,
     encode,
 )
@@ -82,15 +85,19 @@ class _Running:
         return output
 
 
-def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection) -> None:
+def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection, tp_rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fault = server_args.random_seed
+    fault = server_args.random_seed if tp_rank == server_args.tp_size - 1 else None
     if fault == Fault.REPORTS_AN_ERROR:
         ready_writer.send({"status": "error", "message": "The fake scheduler refuses to start.", "exit_code": 2})
         return
     if fault == Fault.DIES_EARLY:
         os._exit(7)
     if fault == Fault.IS_NEVER_READY:
+        time.sleep(600)
+    if tp_rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready_writer.send({"status": "ready", "max_req_input_len": 1})
         time.sleep(600)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -99,17 +106,26 @@ def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_write
     ready_writer.send({"status": "ready", "max_total_num_tokens": 4096, "max_req_input_len": MAX_REQ_INPUT_LEN})
     running: dict[str, _Running] = {}
     aborted = 0
+    backwards = False
     while True:
         while pull.poll(0 if running else 1000):
             match decode_to_scheduler(pull.recv()):
                 case TokenizedGenerateReqInput() as request:
                     if fault == Fault.DIES_OF_A_REQUEST:
                         os._exit(8)
+                    if backwards:
+                        request.input_ids.reverse()
                     running[request.rid] = _Running(request)
                 case AbortReq(rid=rid):
                     aborted += running.pop(rid, None) is not None
                 case FlushCacheReq(call_id=call_id):
                     push.send(encode(ControlReply(call_id=call_id, success=not running)))
+                case UpdateWeightFromDiskReqInput(call_id=call_id, model_path=path, load_format=load_format):
+                    time.sleep(0.2)
+                    good = path.startswith("good") and not running
+                    backwards ^= good
+                    message = f"{path} as {load_format} with {len(running)} running"
+                    push.send(encode(ControlReply(call_id=call_id, success=good, data={"message": message})))
                 case GetInternalStateReq(call_id=call_id):
                     data = {
                         "pid": os.getpid(),

@@ -36,7 +36,7 @@ def check(result: object, status: int, *words: str) -> None:
         (("--fp4-gemm-backend", "fastest"), ("'fastest' is not an FP4 GEMM backend", "valid: auto", "cutlass")),
         (("--quantization", "awq"), ("awq", "modelopt_fp4")),
         (("--dtype", "int8"), ("--dtype", "bfloat16")),
-        (("--tp-size", "2"), ("tp-size",)),
+        (("--tp-size", "3"), ("--tp-size 3", "num_attention_heads 4", "divisor")),
         (("--enable-metrics",), ("--enable-metrics", "not supported")),
         (("--no-such-flag",), ("--no-such-flag",)),
     ],

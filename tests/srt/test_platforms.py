@@ -17,7 +17,8 @@ def test_automatic_device(monkeypatch):
     assert resolve_device() == torch.device("cuda", 0)
     assert resolve_device("cuda") == torch.device("cuda", 0)
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
-    assert resolve_device("cpu") == CPU
+    assert resolve_device(None, rank=1) == resolve_device("cuda", rank=1) == torch.device("cuda", 1)
+    assert resolve_device("cpu") == resolve_device("cpu", rank=1) == CPU
 
 
 def test_no_such_device(monkeypatch):

@@ -106,12 +106,11 @@ def test_frozen():
         ("--chunked-prefill-size 8 --page-size 16", ["--chunked-prefill-size 8", "--page-size 16"]),
         ("--chunked-prefill-size 24 --page-size 16", ["multiple"]),
         ("--max-total-tokens 8 --page-size 16", ["--max-total-tokens 8", "--page-size 16"]),
-        ("--tp-size 2", ["--tp-size 2", "not supported yet"]),
+        ("--tp-size 0", ["--tp-size", "1 or more"]),
         ("--attention-backend flashinfer", ["flashinfer is not in this version yet", "torch_native"]),
         ("--attention-backend foo", ["'foo'", "torch_native"]),
-        ("--quantization compressed-tensors", ["compressed-tensors is not in this version yet"]),
         ("--quantization fp8", ["fp8 is not supported by this version", "modelopt_fp4"]),
-        ("--quantization nvfp5", ["did you mean 'nvfp4'", "modelopt, modelopt_fp4, nvfp4, w4a16_nvfp4"]),
+        ("--quantization nvfp5", ["did you mean 'nvfp4'", "modelopt_fp4, compressed-tensors, nvfp4, w4a16_nvfp4"]),
         ("--kv-cache-dtype fp8_e5m2", ["fp8_e5m2 is not supported", "fp8_e4m3"]),
         ("--dtype fp16", ["'fp16'", "float16"]),
         ("--load-format gguf", ["gguf is not supported", "safetensors"]),
@@ -144,7 +143,7 @@ def test_refused_by_name(text, words):
         "--mem-fraction-static 0.001",
         "--port 1",
         "--port 65535",
-        "--tensor-parallel-size 1",
+        "--tensor-parallel-size 4 --device cpu",
         "--kv-cache-dtype bf16",
         "--max-total-tokens 16 --page-size 16",
     ],
@@ -191,6 +190,16 @@ def test_cuda_without_cuda(monkeypatch):
     assert "--device cpu" in message
 
 
+def test_ranks_need_a_gpu_each(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device in ("", "--device cuda"):
+        assert parse(f"--tp-size 2 {device}").tp_size == 2
+        assert "--tp-size 3: this machine has 2 GPU(s)" in refusal(f"--tp-size 3 {device}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert parse("--tp-size 3").tp_size == 3
+
+
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
@@ -205,7 +214,6 @@ def test_cuda_without_cuda(monkeypatch):
         ({"model_path": "m", "page_size": 1.0}, "--page-size must be an integer"),
         ({"model_path": "m", "mem_fraction_static": "0.5"}, "--mem-fraction-static must be a number"),
         ({"model_path": "m", "disable_radix_cache": 1}, "--disable-radix-cache must be True or False"),
-        ({"model_path": "m", "tp_size": 2}, "not supported yet"),
     ],
 )
 def test_keywords_refused(keywords, words):

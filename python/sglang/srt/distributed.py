@@ -1,38 +1,120 @@
-"""Tensor parallelism: which rank this process is, and the two collectives that layers need.
+"""Tensor parallelism: which rank this process is, and the collectives that layers and the scheduler need.
 
-Layers receive a :class:`TensorParallelGroup`; nothing here is process-wide state.
+Layers receive a :class:`TensorParallelGroup`; nothing here is process-wide state but what torch.distributed keeps.
 """
 
+from __future__ import annotations
+
+import os
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
+
+# An idle server waits in a broadcast. That a rank has died is noticed by the parent process, not by a timeout.
+_WAIT_FOR_EVER = timedelta(days=3650)
 
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
     """``size`` processes that each hold one shard; this one is number ``rank``.
 
-    ``process_group`` is a ``torch.distributed`` group (None where ``size`` is 1).
+    Every rank must call the same collectives in the same order, with tensors of the same shape and dtype. Sums are
+    computed in the dtype of the tensor.
+
+    ``process_group`` is the ``torch.distributed`` group for tensors on the model's device, ``cpu_group`` that for what
+    the ranks have to agree on (both None where ``size`` is 1).
     """
 
     rank: int = 0
     size: int = 1
     process_group: Any = None
+    cpu_group: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over the ranks, in place."""
-        if self.size > 1:
-            torch.distributed.all_reduce(x, group=self.process_group)
+        """The sum of ``x`` over the ranks; ``x`` may be overwritten."""
+        return self._reduce(x, distributed.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over the ranks; ``x`` may be overwritten. Not for NaN."""
+        return self._reduce(x, distributed.ReduceOp.MAX)
+
+    def _reduce(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        distributed.all_reduce(x, op=operation, group=self.process_group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate ``x`` [..., n] of all ranks along the last dimension: [..., size * n]."""
         if self.size == 1:
             return x
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, x.contiguous(), group=self.process_group)
+        distributed.all_gather(parts, x, group=self.process_group)
         return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of rank 0, a contiguous tensor on the model's device; overwrites that of the others."""
+        if self.size > 1:
+            distributed.broadcast(x, src=0, group=self.process_group)
+        return x
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """``data`` of rank 0; what the others give is ignored. They wait without a time limit."""
+        if self.size == 1:
+            return data
+        length = torch.tensor(len(data))
+        distributed.broadcast(length, src=0, group=self.cpu_group)
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if not len(buffer):
+            return b""
+        if self.rank == 0:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        distributed.broadcast(buffer, src=0, group=self.cpu_group)
+        return buffer.numpy().tobytes()
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        if self.size == 1:
+            return value
+        result = torch.tensor(value)
+        distributed.all_reduce(result, op=distributed.ReduceOp.MIN, group=self.cpu_group)
+        return int(result)
 
 
 SINGLE = TensorParallelGroup()
+
+
+def init_tensor_parallel(rank: int, size: int, device: torch.device, store_file: str) -> TensorParallelGroup:
+    """Meet the other ranks: returns when all have called this.
+
+    Args:
+        rank, size: of this process.
+        device: this rank's; tensors on a GPU go through NCCL, on the CPU through gloo.
+        store_file: where they find each other: a file that is new, the same for all, and stays.
+    """
+    if size == 1:
+        return SINGLE
+    # All ranks are on this machine: nothing listens on a network. What the user has set wins.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, loopback)
+    store = distributed.FileStore(store_file, size)  # type: ignore[attr-defined]
+    store.set_timeout(_WAIT_FOR_EVER)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_WAIT_FOR_EVER)
+    cpu_group = distributed.group.WORLD
+    if device.type != "cuda":
+        return TensorParallelGroup(rank, size, cpu_group, cpu_group)
+    torch.cuda.set_device(device)
+    return TensorParallelGroup(rank, size, distributed.new_group(backend="nccl"), cpu_group)
+
+
+def close_tensor_parallel(tp: TensorParallelGroup) -> None:
+    """Leave the ranks that :func:`init_tensor_parallel` met; all do so after the same collective."""
+    if tp.size > 1:
+        distributed.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 
 import psutil
@@ -10,8 +12,10 @@ import torch
 from sglang.srt.errors import ArgumentError
 
 
-def resolve_device(name: str | None = None) -> torch.device:
+def resolve_device(name: str | None = None, rank: int = 0) -> torch.device:
     """The device to run on: ``name`` ("cpu", "cuda" or "cuda:1"), or the best one there is for None.
+
+    ``rank`` is the number of the GPU where the name has none.
 
     Raises:
         ArgumentError: no such kind of device, or no usable GPU for "cuda".
@@ -27,10 +31,15 @@ def resolve_device(name: str | None = None) -> torch.device:
         why = "this PyTorch was built without CUDA" if torch.version.cuda is None else "no usable GPU was found"
         raise ArgumentError(f"--device {name}: {why}; use --device cpu or install a CUDA build and a driver")
     # Not torch.cuda.current_device(): it would create a context in a process that only checks arguments.
-    number = int(index or 0)
+    number = int(index or rank)
     if number >= torch.cuda.device_count():
         raise ArgumentError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
     return torch.device("cuda", number)
+
+
+def gpu_count() -> int:
+    """GPUs that this process can use."""
+    return torch.cuda.device_count()
 
 
 def device_capability(device: torch.device) -> tuple[int, int] | None:
@@ -62,6 +71,15 @@ def memory_used_by_process(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
     return int(psutil.Process().memory_info().rss)
+
+
+def release_unused_memory(device: torch.device) -> None:
+    """Give back what allocators of ``device`` keep for later, after deleting objects that only refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+        trim(0)
 
 
 def _cgroup_memory(

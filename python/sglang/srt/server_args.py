@@ -129,13 +129,16 @@ class ServerArgs:
     ] = None
     dtype: Annotated[
         Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
-        Flag("Type of activations and unquantised weights. auto: the checkpoint's, float16 for a float32 checkpoint."),
+        Flag(
+            "Type of activations and unquantised weights. auto: the checkpoint's, float16 for a float32 checkpoint; on "
+            "a CPU float32 for a quantised one."
+        ),
     ] = "auto"
     quantization: Annotated[
-        Literal["modelopt", "modelopt_fp4", "nvfp4", "w4a16_nvfp4"] | None,
+        Literal["modelopt", "modelopt_fp4", "compressed-tensors", "nvfp4", "w4a16_nvfp4"] | None,
         Flag(
-            "Default: what the checkpoint says. modelopt and modelopt_fp4 expect a ModelOpt checkpoint; nvfp4 and "
-            "w4a16_nvfp4 quantise the weights of a bf16 or fp16 checkpoint while they are loaded."
+            "Default: what the checkpoint says. modelopt, modelopt_fp4 and compressed-tensors expect a checkpoint of "
+            "that kind; nvfp4 and w4a16_nvfp4 quantise the weights of a bf16 or fp16 checkpoint while they are loaded."
         ),
     ] = None
     kv_cache_dtype: Annotated[
@@ -145,8 +148,8 @@ class ServerArgs:
     fp4_gemm_runner_backend: Annotated[
         str,
         Flag(
-            "Kernel of NVFP4 linear layers. auto takes the best one that runs here; `python -m sglang.check_env` "
-            "lists them all with the reason why one can't run.",
+            "Kernel of NVFP4 linear layers: cudnn, cutlass, cutedsl, trtllm, torch, or auto, which takes the best one "
+            "that runs here. `python -m sglang.check_env` gives for each the reason why it can't run.",
             names=("--fp4-gemm-backend",),
         ),
     ] = "auto"
@@ -179,7 +182,7 @@ class ServerArgs:
     tp_size: Annotated[
         int,
         Flag(
-            "GPUs that share the model (tensor parallelism).",
+            "GPUs that share the model (tensor parallelism); on a CPU, processes that share its cores.",
             names=("--tp-size", "--tp", "--tensor-parallel-size"),
             minimum=1,
         ),
@@ -194,8 +197,6 @@ class ServerArgs:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.tp_size > 1:
-            raise ArgumentError(f"--tp-size {self.tp_size}: tensor parallelism is not supported yet; use 1")
         chunk = self.chunked_prefill_size
         if chunk != -1 and (chunk < self.page_size or chunk % self.page_size):
             raise ArgumentError(
@@ -205,10 +206,14 @@ class ServerArgs:
             raise ArgumentError(
                 f"--max-total-tokens {self.max_total_tokens} is less than one page (--page-size {self.page_size})"
             )
-        if self.device == "cuda":
-            from sglang.srt.platforms import resolve_device
+        if self.device == "cuda" or self.tp_size > 1:
+            from sglang.srt.platforms import gpu_count, resolve_device
 
-            resolve_device("cuda")
+            if resolve_device(self.device).type == "cuda" and self.tp_size > gpu_count():
+                raise ArgumentError(
+                    f"--tp-size {self.tp_size}: this machine has {gpu_count()} GPU(s); use at most that many, or "
+                    "--device cpu"
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:

@@ -22,8 +22,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         "bitsandbytes fastsafetensors flash_rl gguf layered npcache private pt remote remote_instance runai_streamer "
         "sharded_state",
     ),
-    "quantization": _say(_NOT_YET, "compressed-tensors")
-    | _say(
+    "quantization": _say(
         _NOT_SUPPORTED,
         "auto-round awq awq_marlin bitsandbytes fp8 gguf gptq gptq_marlin marlin modelopt_fp8 modelslim moe_wna16 "
         "mxfp4 mxfp8 petit_nvfp4 qoq quark_int4fp8_moe w4afp8 w8a8_fp8 w8a8_int8",

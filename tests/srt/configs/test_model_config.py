@@ -59,7 +59,6 @@ def test_both_styles_of_config(name):
     config = read(FIXTURES / name)
     assert config.hf_config.rope_parameters["rope_theta"] == 50000
     assert config.hf_config.rope_parameters["rope_type"] == "default"
-    assert config.dtype is torch.bfloat16
     assert config.architecture == "LlamaForCausalLM"
     assert (config.context_len, config.vocab_size, config.hidden_size, config.num_hidden_layers) == (2048, 320, 256, 2)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 64)
@@ -269,3 +268,31 @@ def test_remote_code_needs_the_flag(checkpoint, monkeypatch, tmp_path_factory):
     config = read(folder, "--trust-remote-code")
     assert config.hf_config.came_from_the_folder
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "dtype"),
+    [
+        ("tiny-llama-modelopt-nvfp4", "--device cpu", torch.float32),
+        ("tiny-llama-ct-nvfp4", "--device cpu", torch.float32),
+        ("tiny-llama-bf16", "--device cpu", torch.bfloat16),
+        ("tiny-llama-bf16", "--device cpu --quantization nvfp4", torch.float32),
+        ("tiny-llama-modelopt-nvfp4", "--device cpu --dtype bfloat16", torch.bfloat16),
+    ],
+)
+def test_auto_dtype_on_a_cpu(name, flags, dtype):
+    assert read(FIXTURES / name, flags).dtype is dtype
+
+
+def test_ranks_that_can_share_the_model(checkpoint):
+    folder = checkpoint()  # 4 heads, 2 KV heads, an MLP of 128
+    for size in (1, 2, 4):
+        read(folder, f"--device cpu --tp-size {size}")
+
+    def refused_with(ranks, **changes):
+        return refusal(checkpoint(**changes), f"--device cpu --tp-size {ranks}", ArgumentError)
+
+    assert "--tp-size 3: the model's num_attention_heads 4" in refused_with(3)
+    assert "--tp-size 4: the model's intermediate_size 130" in refused_with(4, intermediate_size=130)
+    message = refused_with(4, num_attention_heads=12, num_key_value_heads=6, hidden_size=96)
+    assert "--tp-size 4: the model's num_key_value_heads 6 is neither a multiple nor a divisor of 4" in message

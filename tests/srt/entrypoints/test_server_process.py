@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from fake_scheduler import Fault, run_fake_scheduler
+from fake_scheduler import MAX_REQ_INPUT_LEN, Fault, run_fake_scheduler
 from http_server_thread import FIXTURE
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import prepare_server_args
@@ -79,6 +80,12 @@ class Server:
         assert self.process.exitcode is not None
         return self.process.exitcode
 
+    def scheduler_pids(self) -> list[int]:
+        """The processes of the ranks, in their order."""
+        children = psutil.Process(self.process.pid).children()
+        ours = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child.pid for child in sorted(ours, key=lambda child: child.create_time())]
+
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
@@ -110,15 +117,18 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_start_and_drain(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_start_and_drain(tmp_path: Path, ranks: int) -> None:
     # A step takes 30 ms: the warm-up of 8 tokens can be watched, and a long request takes 1.5 s.
-    with running(tmp_path, "--random-seed", "30") as server:
+    with running(tmp_path, "--random-seed", "30", "--tp-size", str(ranks)) as server:
         server.wait("/health", 503)
         assert server.http.post("/generate", json=SHORT).status_code == 503
         assert READY not in server.log
         server.wait("/health", 200)
         assert READY in server.log
-        pid = server.http.get("/server_info").json()["internal_states"][0]["pid"]
+        info = server.http.get("/server_info").json()
+        assert info["tp_size"] == ranks and info["max_req_input_len"] == MAX_REQ_INPUT_LEN
+        pids = server.scheduler_pids()
         assert len(list(server.temporary.iterdir())) == 1
         assert next(server.temporary.iterdir()).stat().st_mode & 0o077 == 0
 
@@ -135,7 +145,7 @@ def test_start_and_drain(tmp_path: Path) -> None:
         thread.join()
         assert results[0].json()["meta_info"]["completion_tokens"] == 50
         assert server.exit_status() == 0
-        assert not is_running(pid)
+        assert not any(map(is_running, pids))
         assert list(server.temporary.iterdir()) == []
         assert "Traceback" not in server.log
 
@@ -158,61 +168,73 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert server.exit_status() == 0
 
 
-def test_killed_scheduler_ends_the_server(tmp_path: Path) -> None:
-    with running(tmp_path, "--random-seed", "30", "--skip-server-warmup") as server:
+@pytest.mark.parametrize(
+    ("ranks", "victim", "name"),
+    [(1, 0, "scheduler process"), (2, 0, "scheduler process TP0"), (2, 1, "scheduler process TP1")],
+)
+def test_killed_scheduler_ends_the_server(tmp_path: Path, ranks: int, victim: int, name: str) -> None:
+    with running(tmp_path, "--random-seed", "30", "--skip-server-warmup", "--tp-size", str(ranks)) as server:
         server.wait("/health", 200)
-        pid = server.http.get("/server_info").json()["internal_states"][0]["pid"]
+        pids = server.scheduler_pids()
+        assert len(pids) == ranks
+        assert pids[0] == server.http.get("/server_info").json()["internal_states"][0]["pid"]
         thread, results = in_background(lambda: server.http.post("/generate", json=LONG))
         openai = {"prompt": "hello", "max_tokens": 50, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=openai) as response:
             lines = response.iter_lines()
             next(lines)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pids[victim], signal.SIGKILL)
             rest = [line for line in lines if line]
         killed = time.monotonic()
         assert rest[-1] == "data: [DONE]"
-        assert '"error"' in rest[-2] and "killed by signal 9" in rest[-2]
+        assert '"error"' in rest[-2] and f"The {name} was killed by signal 9." in rest[-2]
         thread.join()
         assert results[0].status_code == 500
         assert "killed by signal 9" in results[0].json()["error"]["message"]
         assert server.exit_status() == 1
         assert time.monotonic() - killed < 10
+        assert not any(map(is_running, pids))
         assert list(server.temporary.iterdir()) == []
 
 
-def test_killed_server_takes_the_scheduler_along(tmp_path: Path) -> None:
-    with running(tmp_path, "--skip-server-warmup") as server:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_server_takes_the_scheduler_along(tmp_path: Path, ranks: int) -> None:
+    with running(tmp_path, "--skip-server-warmup", "--tp-size", str(ranks)) as server:
         server.wait("/health", 200)
-        pid = server.http.get("/server_info").json()["internal_states"][0]["pid"]
+        pids = server.scheduler_pids()
         server.process.kill()
         deadline = time.monotonic() + 10
-        while is_running(pid):
+        while any(map(is_running, pids)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "message"),
+    ("fault", "ranks", "status", "message"),
     [
-        (Fault.REPORTS_AN_ERROR, 2, "The fake scheduler refuses to start."),
-        (Fault.DIES_EARLY, 1, "The scheduler process ended with exit status 7 before it was ready."),
+        (Fault.REPORTS_AN_ERROR, 1, 2, "The fake scheduler refuses to start."),
+        (Fault.REPORTS_AN_ERROR, 2, 2, "The fake scheduler refuses to start."),
+        (Fault.DIES_EARLY, 1, 1, "The scheduler process ended with exit status 7 before it was ready."),
+        (Fault.DIES_EARLY, 2, 1, "The scheduler process TP1 ended with exit status 7 before it was ready."),
         (
             Fault.DIES_OF_A_REQUEST,
+            1,
             1,
             "The warm-up request failed: The scheduler process ended with exit status 8.",
         ),
     ],
 )
-def test_scheduler_that_does_not_start(tmp_path: Path, fault: Fault, status: int, message: str) -> None:
-    with running(tmp_path, "--random-seed", str(int(fault))) as server:
+def test_scheduler_that_does_not_start(tmp_path: Path, fault: Fault, ranks: int, status: int, message: str) -> None:
+    with running(tmp_path, "--random-seed", str(int(fault)), "--tp-size", str(ranks)) as server:
         assert server.exit_status() == status
         assert server.log.splitlines()[-1] == f"error: {message}"
         assert "Traceback" not in server.log
         assert list(server.temporary.iterdir()) == []
 
 
-def test_signal_while_starting(tmp_path: Path) -> None:
-    with running(tmp_path, "--random-seed", str(int(Fault.IS_NEVER_READY))) as server:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signal_while_starting(tmp_path: Path, ranks: int) -> None:
+    with running(tmp_path, "--random-seed", str(int(Fault.IS_NEVER_READY)), "--tp-size", str(ranks)) as server:
         server.wait("/health", 503)
         server.signal(signal.SIGTERM)
         assert server.exit_status() == 0

@@ -34,13 +34,30 @@ def test_what_can_not_be_packed_is_kept(weight: torch.Tensor) -> None:
     assert ConstantLinear(weight)._weight is weight
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float32_output_is_not_rounded(dtype: torch.dtype) -> None:
+    weight, x, bias = torch.randn(64, 80).to(dtype), torch.randn(2, 3, 80).to(dtype), torch.randn(64).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    y = ConstantLinear(weight, float32_output=True)(x, bias)
+    assert y.dtype == torch.float32
+    assert (y.double() - exact).norm() / exact.norm() < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_float32_output_on_a_gpu() -> None:
+    weight, x = torch.randn(64, 80).bfloat16().cuda(), torch.randn(2, 3, 80).bfloat16().cuda()
+    y = ConstantLinear(weight, float32_output=True)(x)
+    exact = F.linear(x.double(), weight.double())
+    assert y.dtype == torch.float32 and (y.double() - exact).norm() / exact.norm() < 1e-5
+
+
 def test_tied_head() -> None:
-    embedding = VocabParallelEmbedding(50, 16, is_head=True)
+    embedding = VocabParallelEmbedding(50, 16, params_dtype=torch.bfloat16, is_head=True)
     embedding.weight.data.normal_()
-    hidden = torch.randn(3, 16)
-    before = embedding.logits(hidden)
     embedding.quant_method.process_weights_after_loading(embedding)
-    torch.testing.assert_close(embedding.logits(hidden), before)
-    torch.testing.assert_close(before, hidden @ embedding.weight.T)
+    hidden = torch.randn(3, 16).bfloat16()
+    logits = embedding.logits(hidden)
+    torch.testing.assert_close(logits, hidden.float() @ embedding.weight.float().T)
     assert torch.equal(embedding(torch.tensor([4, 49])), embedding.weight[[4, 49]])
     assert [name for name, _ in embedding.named_parameters()] == ["weight"]

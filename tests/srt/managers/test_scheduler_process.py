@@ -1,6 +1,7 @@
 """The scheduler with a real model, in this process and as the process that the server starts."""
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,8 @@ import zmq
 from fake_model import FakeChannel
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.errors import StartupError
+from sglang.srt.managers import scheduler_main
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     ControlReply,
@@ -26,7 +28,8 @@ from sglang.srt.managers.io_struct import (
     decode_to_tokenizer,
     encode,
 )
-from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -198,11 +201,11 @@ def writer() -> Iterator[Writer]:
         signal.signal(number, handler)
 
 
-def run(args: ServerArgs, writer: Any) -> int:
+def run(args: ServerArgs, writer: Any, tp_rank: int = 0) -> int:
     ports = PortArgs.create()
     try:
         with pytest.raises(SystemExit) as end:
-            run_scheduler_process(args, ports, writer)
+            run_scheduler_process(args, ports, writer, tp_rank)
     finally:
         ports.remove()
     assert isinstance(end.value.code, int)
@@ -222,10 +225,51 @@ def test_an_unexpected_start_up_error_is_logged(
     def fail(*_: Any) -> None:
         raise KeyError("surprise")
 
-    monkeypatch.setattr(scheduler_module, "_make_scheduler", fail)
+    monkeypatch.setattr(scheduler_main, "_make_scheduler", fail)
     assert run(ARGS, writer) == 1
     assert writer.sent == [{"status": "error", "message": "KeyError: 'surprise'", "exit_code": 1}]
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_ranks_share_the_cores_of_a_cpu(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: Any) -> None:
+        raise StartupError(f"{torch.get_num_threads()} threads")
+
+    monkeypatch.setattr(scheduler_main, "init_tensor_parallel", meet)
+    before = torch.get_num_threads()
+    try:
+        for chosen in ("", "4"):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if chosen:
+                monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+            for ranks in (1, 2, 4):
+                torch.set_num_threads(4)
+                run(replace(ARGS, tp_size=ranks), writer)
+    finally:
+        torch.set_num_threads(before)
+    assert [report["message"] for report in writer.sent] == [f"{n} threads" for n in (4, 2, 1, 4, 4, 4)]
+
+
+def test_log_lines_name_the_rank_and_the_cause_has_a_start(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        logging.getLogger("sglang").info("an information")
+        logging.getLogger("sglang").warning("a warning")
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(scheduler_main, "_make_scheduler", fail)
+    monkeypatch.setattr(scheduler_main, "GRACE_FOR_THE_CAUSE", 0.3)
+    began = time.monotonic()
+    run(ARGS, writer)
+    assert time.monotonic() - began < 0.3 and "TP" not in capfd.readouterr().err
+    for rank, informed in ((0, True), (1, False)):
+        began = time.monotonic()
+        run(replace(ARGS, tp_size=2), writer, rank)
+        assert time.monotonic() - began > 0.3
+        text = capfd.readouterr().err
+        assert f" TP{rank}] a warning" in text and f" TP{rank}] The scheduler could not start" in text
+        assert ("an information" in text) == informed
 
 
 def test_an_exception_in_the_loop_ends_the_process(
@@ -239,7 +283,7 @@ def test_an_exception_in_the_loop_ends_the_process(
         def close(self) -> None:
             closed.append(True)
 
-    monkeypatch.setattr(scheduler_module, "_make_scheduler", lambda *_: (scheduler, Closing()))
+    monkeypatch.setattr(scheduler_main, "_make_scheduler", lambda *_: (scheduler, Closing()))
     assert run(ARGS, writer) == 1
     assert writer.sent[0]["status"] == "ready" and closed == [True]
     assert "KV cache leak" in capfd.readouterr().err

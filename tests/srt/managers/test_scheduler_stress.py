@@ -29,8 +29,7 @@ def random_request(rng: random.Random, shared: list[list[int]], longest: int) ->
     return options
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def live(seed: int, monkeypatch: pytest.MonkeyPatch) -> Harness:
     rng = random.Random(seed)
     if seed % 2:  # admission expects nothing to be generated: memory runs out all the time
         monkeypatch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 0)
@@ -52,4 +51,22 @@ def test_random_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             h.abort(rng.choice(list(h.requests)))
         h.step()
     h.run()
-    h.check_results()
+    return h
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(seed, monkeypatch).check_results()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 8])
+def test_ranks_with_the_same_messages_do_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever differs between two processes: here the addresses of objects and the time."""
+    steps = [
+        [
+            (batch.forward_mode, *(getattr(batch, name).tolist() for name in ("req_pool_indices", "out_cache_loc")))
+            for batch in live(seed, monkeypatch).runner.batches
+        ]
+        for _ in range(2)
+    ]
+    assert steps[0] == steps[1] and len(steps[0]) > 100

@@ -6,7 +6,7 @@ import json
 import logging
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from sglang.srt.errors import ArgumentError, CheckpointError
 from sglang.srt.models.registry import SUPPORTED_ARCHITECTURES
+from sglang.srt.platforms import resolve_device
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hub import CODE_PATTERNS, CONFIG_PATTERNS, WEIGHT_PATTERNS, resolve_folder
 
@@ -77,18 +78,25 @@ class ModelConfig:
 
         Raises:
             CheckpointError: no such checkpoint, or its configuration is unreadable, contradictory or not supported.
-            ArgumentError: ``--context-length`` is more than the model can do.
+            ArgumentError: ``--context-length`` is more than the model can do, or ``--tp-size`` can't share it.
         """
         patterns = list(CONFIG_PATTERNS)
         patterns += WEIGHT_PATTERNS if server_args.load_format != "dummy" else ()
         patterns += CODE_PATTERNS if server_args.trust_remote_code else ()
         folder = resolve_folder(server_args.model_path, server_args.revision, patterns)
-        return cls.from_folder(
+        config = cls.from_folder(
             folder,
             dtype=server_args.dtype,
             context_length=server_args.context_length,
             trust_remote_code=server_args.trust_remote_code,
         )
+        config.check_tp_size(server_args.tp_size)
+        quantized = server_args.quantization or config.quantization_config or config.hf_quant_config
+        if server_args.dtype == "auto" and quantized and resolve_device(server_args.device).type == "cpu":
+            # Products are in float32 there anyway, and rounding between them would only make a request's result
+            # depend on what it is batched with.
+            return replace(config, dtype=torch.float32)
+        return config
 
     @classmethod
     def from_folder(
@@ -137,6 +145,25 @@ class ModelConfig:
             quantization_config=quantization_config,
             hf_quant_config=_read_json(folder / "hf_quant_config.json"),
         )
+
+    def check_tp_size(self, size: int) -> None:
+        """Raise ArgumentError unless ``size`` ranks can share the model's heads and MLP."""
+        config_file = Path(self.model_path) / "config.json"
+        for key, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("intermediate_size", _size(self.hf_config, "intermediate_size", config_file)),
+        ):
+            if value % size:
+                raise ArgumentError(
+                    f"--tp-size {size}: the model's {key} {value} can't be divided by {size}; use a divisor of it"
+                )
+        # Of fewer KV heads than ranks, each is held by several ranks.
+        kv_heads = self.num_key_value_heads
+        if kv_heads % size and size % kv_heads:
+            raise ArgumentError(
+                f"--tp-size {size}: the model's num_key_value_heads {kv_heads} is neither a multiple nor a divisor of "
+                f"{size}"
+            )
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.entrypoints.scheduler_process import RunScheduler
 from sglang.srt.managers.generate_request import parse_generate_request
-from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import close, last
+from sglang.srt.managers.weight_update_request import parse_update_weights_request
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -144,6 +145,22 @@ class Engine:
         except BaseException:
             future.cancel()
             raise
+
+    def update_weights_from_disk(
+        self, model_path: str, load_format: str | None = None, **others: Any
+    ) -> tuple[bool, str, int]:
+        """Serve the weights of another checkpoint of the same shape from now on. ``others`` are further fields of
+        ``/update_weights_from_disk``.
+
+        Returns:
+            SGLang's triple: whether it was done (else the old weights still serve), a message, and 0.
+
+        Raises:
+            RequestError: a field is unknown, of the wrong type, or asks for what is not supported.
+            ServiceError: the scheduler failed.
+        """
+        request = parse_update_weights_request({"model_path": model_path, "load_format": load_format, **others})
+        return (*self._run(self._runtime.update_weights_from_disk(request)), 0)
 
     def shutdown(self) -> None:
         """End the scheduler process; what still runs gets an error. Safe to call twice, and called at exit."""

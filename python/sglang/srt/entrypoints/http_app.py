@@ -29,6 +29,7 @@ from sglang.srt.errors import RequestError
 from sglang.srt.managers.generate_request import parse_generate_request
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager, close, last
+from sglang.srt.managers.weight_update_request import parse_update_weights_request
 from sglang.srt.request_validation import convert, decode_json_object, select_supported
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -52,8 +53,6 @@ class HttpServer:
         self.ready = False
         self._runtime = runtime
         self._created = int(time.time())
-        args = runtime.server_args
-        self._served_names = (args.served_model_name, args.model_path)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_exception_handler(HTTPException, _http_error)
         for paths, methods, handler in (
@@ -65,6 +64,7 @@ class HttpServer:
             ("/v1/models/{model:path}", "GET", self.model),
             ("/flush_cache", "GET POST", self.flush_cache),
             ("/abort_request", "POST", self.abort_request),
+            ("/update_weights_from_disk", "POST", self.update_weights_from_disk),
             ("/generate", "POST PUT", self.generate),
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat_completions),
@@ -76,6 +76,11 @@ class HttpServer:
         if not self.ready:
             raise ServiceError("The server is not ready: it is starting or shutting down.", 503)
         return self._runtime.manager
+
+    @property
+    def _served_names(self) -> tuple[str, str]:
+        args = self._runtime.server_args
+        return args.served_model_name, args.model_path
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.ready else 503)
@@ -101,6 +106,7 @@ class HttpServer:
                 "tokenizer_path": args.tokenizer_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
+                "weight_version": self._runtime.weight_version,
                 "model_type": config.hf_config.model_type,
                 "architectures": [config.architecture],
             }
@@ -144,6 +150,13 @@ class HttpServer:
             raise RequestError("Either 'rid' or 'abort_all' must be given.", "rid")
         manager.abort_request(fields.rid, abort_all=fields.abort_all)
         return Response(status_code=200)
+
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        self._manager()
+        parsed = parse_update_weights_request(decode_json_object(await request.body()))
+        success, message = await self._runtime.update_weights_from_disk(parsed)
+        content = {"success": success, "message": message, "num_paused_requests": 0}
+        return JsonResponse(content, 200 if success else 400)
 
     async def generate(self, request: Request) -> Response:
         manager = self._manager()

@@ -13,7 +13,7 @@ import uvicorn
 from sglang.srt.entrypoints.http_app import HttpServer
 from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.entrypoints.scheduler_process import RunScheduler
-from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 from sglang.srt.utils.net import check_port_free
@@ -79,6 +79,8 @@ async def _serve(runtime: Runtime, on_ready: Callable[[], None]) -> int:
         ws="none",
         timeout_graceful_shutdown=5,
     )
+    # It would say that it runs before the model is loaded.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     listener = config.bind_socket()
     server = _Uvicorn(config)
     signals = _Signals()
@@ -107,6 +109,7 @@ async def _live(
     starting.result()
 
     application.ready = True
+    logger.info("Listening on http://%s:%d (Ctrl-C stops)", runtime.server_args.host, runtime.server_args.port)
     logger.info("The server is fired up and ready to roll!")
     on_ready()
     await _first_of(signals.first, runtime.death, serving)

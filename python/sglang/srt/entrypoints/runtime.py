@@ -1,4 +1,4 @@
-"""A scheduler process and the :class:`TokenizerManager` that talks to it: what the HTTP server and ``Engine`` share."""
+"""The scheduler's processes and the :class:`TokenizerManager` that talks to them: for server and ``Engine``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang import __version__
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.entrypoints.scheduler_process import RunScheduler, SchedulerProcess
+from sglang.srt.entrypoints.scheduler_process import RunScheduler, SchedulerProcesses
 from sglang.srt.errors import RequestError, StartupError
 from sglang.srt.layers.quantization import get_quantization
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
@@ -17,8 +17,9 @@ from sglang.srt.managers.generate_request import parse_generate_request
 from sglang.srt.managers.hf_tokenizer import get_tokenizer
 from sglang.srt.managers.io_struct import PortArgs
 from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import SchedulerChannel, TokenizerManager
+from sglang.srt.managers.weight_update_request import UpdateWeightsRequest
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ class Runtime:
         self._port_args: PortArgs | None = None
         self._channel: SchedulerChannel | None = None
         self._manager: TokenizerManager | None = None
-        self._process: SchedulerProcess | None = None
+        self._processes: SchedulerProcesses | None = None
         self._death: asyncio.Future[str] | None = None
         self.scheduler_info: dict[str, Any] = {}
+        self.weight_version = "default"
 
     @property
     def manager(self) -> TokenizerManager:
@@ -75,9 +77,9 @@ class Runtime:
         self._manager = TokenizerManager(
             self.tokenizer, self.model_config.vocab_size, self.model_config.context_len, self._channel
         )
-        self._process = SchedulerProcess(self._run_scheduler, self.server_args, self._port_args)
-        info = await self._process.ready()
-        self._death = asyncio.ensure_future(self._watch(self._process, self._manager))
+        self._processes = SchedulerProcesses(self._run_scheduler, self.server_args, self._port_args)
+        info = await self._processes.ready()
+        self._death = asyncio.ensure_future(self._watch(self._processes, self._manager))
         self.scheduler_info = {name: value for name, value in info.items() if name != "status"}
         self._manager.max_req_input_len = info.get("max_req_input_len", self._manager.max_req_input_len)
         self._manager.start()
@@ -93,11 +95,30 @@ class Runtime:
         except ServiceError as error:
             raise StartupError(f"The warm-up request failed: {error}") from error
 
-    async def _watch(self, process: SchedulerProcess, manager: TokenizerManager) -> str:
-        message = f"The scheduler process {await process.died()}."
+    async def _watch(self, processes: SchedulerProcesses, manager: TokenizerManager) -> str:
+        message = f"The {await processes.died()}."
         logger.error(message)
         manager.scheduler_died(message)
         return message
+
+    async def update_weights_from_disk(self, request: UpdateWeightsRequest) -> tuple[bool, str]:
+        """Replace the weights; whether it was done, and SGLang's message or what went wrong. The tokenizer stays, and
+        so does the name under which the model is served.
+
+        Raises:
+            ServiceError: the scheduler died.
+        """
+        load_format = request.load_format or self.server_args.load_format
+        success, message = await self.manager.update_weights_from_disk(
+            request.model_path, load_format, abort_all_requests=request.abort_all_requests
+        )
+        if success:
+            changes: dict[str, Any] = {"model_path": request.model_path, "load_format": load_format, "revision": None}
+            self.server_args = dataclasses.replace(self.server_args, **changes)
+            if request.weight_version is not None:
+                self.weight_version = request.weight_version
+                message += f" Weight version updated to {request.weight_version}."
+        return success, message
 
     async def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``: the arguments, what the scheduler reported, and its state now."""
@@ -112,9 +133,9 @@ class Runtime:
         """End the scheduler (by force after ``grace`` seconds) and remove the sockets. Safe to call at any time."""
         if self._death is not None and not self._death.done():
             self._death.cancel()
-        if self._process is not None:
-            self._process.stop(grace)
-            self._process = None
+        if self._processes is not None:
+            self._processes.stop(grace)
+            self._processes = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None

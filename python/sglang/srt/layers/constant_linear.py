@@ -18,14 +18,24 @@ class ConstantLinear:
     Args:
         weight: [N, K], floating point. Where packing works (a CPU, and a build of torch that has it for the dtype) only
             the packed copy is kept.
+        float32_output: do not round the sums to the weight's dtype. On a CPU this keeps a float32 weight.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, float32_output: bool = False) -> None:
+        self._float32 = float32_output and weight.dtype != torch.float32
+        if self._float32 and weight.device.type == "cpu":
+            weight = weight.float()
         self._packed = weight.device.type == "cpu" and weight.numel() > 0 and _works(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] in the weight's dtype to [..., N], plus ``bias`` [N]."""
+        if self._float32:
+            if self._weight.device.type != "cpu":
+                y = torch.mm(x.reshape(-1, x.shape[-1]), self._weight.T, out_dtype=torch.float32)
+                y = y.reshape(*x.shape[:-1], y.shape[-1])
+                return y if bias is None else y + bias
+            x, bias = x.float(), None if bias is None else bias.float()
         return _packed_linear(x, self._weight, bias) if self._packed else F.linear(x, self._weight, bias)
 
     @property

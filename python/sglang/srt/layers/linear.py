@@ -184,11 +184,11 @@ def match_dtype(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     if param.dtype == torch.float8_e4m3fn and loaded.dtype == torch.uint8:
         return loaded.view(torch.float8_e4m3fn)
     both_floating = loaded.is_floating_point() and param.is_floating_point()
-    if both_floating and torch.float8_e4m3fn not in (loaded.dtype, param.dtype):
+    if both_floating and min(loaded.itemsize, param.itemsize) > 1:  # eight bits and fewer come with scales
         return loaded
     hint = (
         "; the checkpoint's quantisation config says this layer is not quantised like that"
-        if torch.uint8 in (loaded.dtype, param.dtype) or torch.float8_e4m3fn in (loaded.dtype, param.dtype)
+        if min(loaded.itemsize, param.itemsize) == 1
         else ""
     )
     raise CheckpointError(f"expected dtype {param.dtype}, found {loaded.dtype}{hint}")

@@ -88,7 +88,9 @@ class RadixAttention(nn.Module):
         if quant_config is not None and quant_config.kv_cache_dtype == torch.float8_e4m3fn:
             self.quant_method = KVCacheScales()
             for name in ("k_scale", "v_scale"):
-                register_weight(self, name, torch.full((1,), float("nan")), check=_check_scale, optional=True)
+                register_weight(
+                    self, name, torch.full((1,), float("nan"), dtype=torch.float32), check=_check_scale, optional=True
+                )
         else:
             self.k_scale = None
             self.v_scale = None

@@ -13,9 +13,10 @@ from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.constant_linear import ConstantLinear
 from sglang.srt.layers.linear import LinearBase, Part, match_dtype
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-# Ranks hold a multiple of this many rows, all but the last.
-SHARD_ALIGNMENT = 64
+# Ranks hold a multiple of the first of these, all but the last; of a later one where the last would get nothing.
+SHARD_ALIGNMENTS = (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class VocabShard:
         """
         if tp.size == 1:
             return cls(0, vocab_size, vocab_size, vocab_size)
-        padded = -(-vocab_size // (tp.size * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
-        if padded * (tp.size - 1) >= vocab_size:
+        for alignment in SHARD_ALIGNMENTS:
+            padded = -(-vocab_size // (tp.size * alignment)) * alignment
+            if padded * (tp.size - 1) < vocab_size:
+                break
+        else:
             raise CheckpointError(f"a vocabulary of {vocab_size} can't be shared by --tp-size {tp.size} ranks")
         start = tp.rank * padded
         return cls(start, min(padded, vocab_size - start), padded, vocab_size)
@@ -50,11 +54,13 @@ class VocabShard:
         return tp.all_gather(logits)[:, : self.vocab_size]
 
 
+# Logits of a bf16 model are computed in float32: near 20, neighbouring bf16 values are 0.125 apart, so that rounding
+# alone would decide between the best tokens.
 class TiedHeadMethod:
     """Prepares an embedding for its second use as the output head."""
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
-        layer.head = ConstantLinear(layer.weight)
+        layer.head = ConstantLinear(layer.weight, float32_output=True)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -111,8 +117,9 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``hidden_states`` [rows, embedding_dim] to [rows, vocabulary]."""
-        local = F.linear(hidden_states, self.weight) if self.head is None else self.head(hidden_states)
+        """``hidden_states`` [rows, embedding_dim] to float32 [rows, vocabulary]; after the weights were processed."""
+        assert self.head is not None
+        local = self.head(hidden_states)
         return self.shard.gather_logits(local, self.tp)
 
 
@@ -146,7 +153,10 @@ class ParallelLMHead(LinearBase):
             tp=tp,
         )
         self.shard = shard
+        if type(self.quant_method) is UnquantizedLinearMethod:
+            self.quant_method = UnquantizedLinearMethod(float32_output=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [rows, embedding_dim] to logits of the whole vocabulary [rows, vocabulary]."""
+        """``x`` [rows, embedding_dim] to logits of the whole vocabulary [rows, vocabulary]: float32, unless the head is
+        quantised."""
         return self.shard.gather_logits(self.quant_method.apply(self, x), self.tp)

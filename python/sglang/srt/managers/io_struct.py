@@ -21,10 +21,12 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     """The two ZMQ endpoints between the processes. The receiving (PULL) side binds, the sending (PUSH) side connects.
 
     The scheduler binds ``scheduler_input_ipc``; the HTTP process binds ``tokenizer_ipc`` before it starts the other.
+    ``rank_store`` is the file through which tensor-parallel ranks find each other.
     """
 
     scheduler_input_ipc: str
     tokenizer_ipc: str
+    rank_store: str
 
     @classmethod
     def create(cls) -> "PortArgs":
@@ -37,7 +39,11 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         if len(parent) > _LONGEST_SOCKET_FOLDER:
             raise StartupError(f"{parent} is too long a path for sockets; set TMPDIR to a shorter one")
         folder = tempfile.mkdtemp(prefix="sglang-", dir=parent)
-        return cls(scheduler_input_ipc=f"ipc://{folder}/scheduler", tokenizer_ipc=f"ipc://{folder}/tokenizer")
+        return cls(
+            scheduler_input_ipc=f"ipc://{folder}/scheduler",
+            tokenizer_ipc=f"ipc://{folder}/tokenizer",
+            rank_store=f"{folder}/ranks",
+        )
 
     def remove(self) -> None:
         """Delete the sockets and their directory; safe to call twice."""
@@ -71,10 +77,23 @@ class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
     call_id: str
 
 
+class UpdateWeightFromDiskReqInput(msgspec.Struct, tag=True, kw_only=True):
+    """Serve the weights of another checkpoint from now on; refused while requests are running. The reply's data has a
+    ``message``."""
+
+    call_id: str
+    model_path: str
+    load_format: str
+
+
 class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
     """Ask for the scheduler's state (``/get_server_info``)."""
 
     call_id: str
+
+
+class ShutdownReq(msgspec.Struct, tag=True, kw_only=True):
+    """End when nothing is left to compute; what SIGTERM is to the ranks of a scheduler."""
 
 
 class ControlReply(msgspec.Struct, tag=True, kw_only=True):
@@ -117,11 +136,19 @@ class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True):
     outputs: list[ReqOutput]
 
 
-ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReq | GetInternalStateReq
+ToScheduler = (
+    TokenizedGenerateReqInput
+    | AbortReq
+    | FlushCacheReq
+    | UpdateWeightFromDiskReqInput
+    | GetInternalStateReq
+    | ShutdownReq
+)
 ToTokenizer = BatchTokenIDOutput | ControlReply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+_to_ranks: msgspec.msgpack.Decoder[list[ToScheduler]] = msgspec.msgpack.Decoder(list[ToScheduler])
 _to_tokenizer: msgspec.msgpack.Decoder[ToTokenizer] = msgspec.msgpack.Decoder(ToTokenizer)
 
 
@@ -131,6 +158,14 @@ def encode(message: ToScheduler | ToTokenizer) -> bytes:
 
 def decode_to_scheduler(data: bytes) -> ToScheduler:
     return _to_scheduler.decode(data)
+
+
+def encode_to_ranks(messages: list[ToScheduler]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_to_ranks(data: bytes) -> list[ToScheduler]:
+    return _to_ranks.decode(data)
 
 
 def decode_to_tokenizer(data: bytes) -> ToTokenizer:

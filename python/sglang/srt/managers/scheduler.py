@@ -1,4 +1,4 @@
-"""The scheduler process: continuous batching around one model runner.
+"""The scheduler: continuous batching around one model runner.
 
 One turn of the loop: receive -> process requests -> choose a batch -> run it -> process its result and send. A prefill
 batch goes before a decode step; a prompt longer than ``chunked_prefill_size`` is computed in pieces, one such request
@@ -9,28 +9,24 @@ them.
 from __future__ import annotations
 
 import logging
-import signal
-import sys
 import time
 from collections import deque
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.distributed import SINGLE
-from sglang.srt.errors import StartupError
-from sglang.srt.managers.channel import Channel, ZmqChannel
+from sglang.srt.managers.channel import Channel
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     ControlReply,
     FlushCacheReq,
     GetInternalStateReq,
-    PortArgs,
     ReqOutput,
+    ShutdownReq,
     TokenizedGenerateReqInput,
     ToScheduler,
+    UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.managers.schedule_batch import RETRACT_DECODE_STEPS, MemoryPools, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
@@ -46,7 +42,6 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import LogitsProcessorOutput
 from sglang.srt.model_loader.loader import weight_bytes
-from sglang.srt.utils.log import configure_logging
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -113,7 +108,7 @@ class Scheduler:
     # The loop
 
     def event_loop(self) -> None:
-        """Run until ``shutdown_requested`` is set (by a signal handler) and nothing is left to compute."""
+        """Run until ``shutdown_requested`` is set (by a message) and nothing is left to compute."""
         busy = True
         while busy or not self.shutdown_requested:
             busy = self.step(block=not busy)
@@ -137,8 +132,8 @@ class Scheduler:
         return batch is not None
 
     def recv_requests(self, block: bool) -> list[ToScheduler]:
-        """What arrived since the last turn. The only place where requests come in: with tensor parallelism, rank 0
-        receives and broadcasts here."""
+        """What arrived since the last turn, the same on every tensor-parallel rank: whatever follows must depend on
+        nothing else that can differ between them (clocks, addresses, signals, free memory)."""
         return self.channel.recv(block)
 
     def send_outputs(self) -> None:
@@ -190,9 +185,13 @@ class Scheduler:
                 self._abort_request(message.rid)
             case FlushCacheReq():
                 self.channel.send(ControlReply(call_id=message.call_id, success=self.flush_cache()))
+            case UpdateWeightFromDiskReqInput():
+                self.channel.send(self.update_weights_from_disk(message))
             case GetInternalStateReq():
                 reply = ControlReply(call_id=message.call_id, success=True, data=self.get_internal_state())
                 self.channel.send(reply)
+            case ShutdownReq():
+                self.shutdown_requested = True
 
     def _add_request(self, recv: TokenizedGenerateReqInput) -> None:
         prompt_len, wanted = len(recv.input_ids), recv.sampling_params.max_new_tokens
@@ -234,6 +233,18 @@ class Scheduler:
         self.pools.allocator.clear()
         logger.info("Cache flushed successfully!")
         return True
+
+    def update_weights_from_disk(self, recv: UpdateWeightFromDiskReqInput) -> ControlReply:
+        """Replace the weights and, since what is cached was computed with the old ones, empty the prefix cache."""
+        if unfinished := self.num_unfinished_reqs():
+            success, message = False, f"The weights were not updated because {unfinished} requests are not finished."
+        else:
+            began = time.perf_counter()
+            success, message = self.model_runner.update_weights_from_disk(recv.model_path, recv.load_format)
+            self.metrics.exclude_idle_time(time.perf_counter() - began)
+        if success:
+            self.flush_cache()
+        return ControlReply(call_id=recv.call_id, success=success, data={"message": message})
 
     def get_internal_state(self) -> dict[str, Any]:
         from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
@@ -349,49 +360,3 @@ class Scheduler:
             self._outbox.append(req.take_output())
         if not is_extend:
             self.metrics.count_decode_step(len(batch.reqs), len(self.waiting_queue))
-
-
-def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection) -> None:
-    """Body of the scheduler's process, a child of the HTTP process.
-
-    Sends one dictionary through ``ready_writer``: ``status`` "ready" with the sizes the parent needs, or "error" with
-    ``message`` and ``exit_code``. Then serves until SIGTERM, which lets running requests finish. Exit status 0 after
-    SIGTERM, else that of the error, which is in the log.
-    """
-    configure_logging(server_args.log_level)
-    # Control-C in a terminal reaches all processes; what to do about it is for the parent to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        scheduler, channel = _make_scheduler(server_args, port_args)
-    except Exception as error:
-        exit_code, message = 1, f"{type(error).__name__}: {error}"
-        if isinstance(error, StartupError):
-            exit_code, message = error.exit_code, str(error)
-        else:
-            logger.exception("The scheduler could not start.")
-        ready_writer.send({"status": "error", "message": message, "exit_code": exit_code})
-        sys.exit(exit_code)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(scheduler, "shutdown_requested", True))
-    state = scheduler.get_internal_state()
-    ready_writer.send({"status": "ready", "max_req_input_len": scheduler.max_req_input_len, **state})
-    ready_writer.close()
-    try:
-        scheduler.event_loop()
-    except Exception:
-        logger.exception("The scheduler hit an exception and ends.")
-        sys.exit(1)
-    finally:
-        channel.close()
-
-
-def _make_scheduler(server_args: ServerArgs, port_args: PortArgs) -> tuple[Scheduler, ZmqChannel]:
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    model_config = ModelConfig.from_server_args(server_args)
-    # The parent has logged the choice already.
-    initialize_fp4_gemm_config(server_args, model_config.dtype, quiet=True)
-    model_runner = ModelRunner(server_args, model_config, SINGLE)
-    channel = ZmqChannel(port_args)
-    return Scheduler(server_args, model_config, model_runner, channel), channel

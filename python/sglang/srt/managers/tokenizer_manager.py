@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
     ToTokenizer,
+    UpdateWeightFromDiskReqInput,
     decode_to_tokenizer,
 )
 from sglang.srt.managers.io_struct import encode as encode_message
@@ -104,6 +105,9 @@ class TokenizerManager:
         self._refusal: ServiceError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._update_lock = asyncio.Lock()
+        self._no_update = asyncio.Event()
+        self._no_update.set()
         self.last_receive_time = 0.0
 
     def start(self) -> None:
@@ -123,10 +127,13 @@ class TokenizerManager:
             raise self._refusal
         prepared = [(request, await self._tokenize(request)) for request in requests]
         messages = [self._message(request, ids) for request, ids in prepared]
+        while not self._no_update.is_set():
+            await self._no_update.wait()
+        # Nothing below waits, so that no update of the weights can begin before these requests are known.
         for request in requests:
             if request.rid in self._rids:
                 raise RequestError(f"A request with rid {request.rid!r} is running already.", "rid")
-        if self._refusal is not None:  # tokenising may have taken a while
+        if self._refusal is not None:  # the above may have taken a while
             raise self._refusal
         states = [
             ReqState(message.rid, request, ids, self.decoder, index)
@@ -290,7 +297,32 @@ class TokenizerManager:
         """What the scheduler says of itself."""
         return (await self._call(GetInternalStateReq(call_id=new_rid()))).data
 
-    async def _call(self, message: FlushCacheReq | GetInternalStateReq) -> ControlReply:
+    async def update_weights_from_disk(
+        self, model_path: str, load_format: str, *, abort_all_requests: bool = False
+    ) -> tuple[bool, str]:
+        """Serve another checkpoint's weights from now on. Requests that run come to their end with the old weights
+        first (or are aborted), those that come meanwhile wait.
+
+        Returns:
+            Whether it was done, and a message.
+        """
+        async with self._update_lock:
+            self._no_update.clear()
+            try:
+                if abort_all_requests:
+                    self.abort_request(abort_all=True)
+                await self._idle.wait()
+                if self._refusal is not None:
+                    raise self._refusal
+                call_id = new_rid()
+                reply = await self._call(
+                    UpdateWeightFromDiskReqInput(call_id=call_id, model_path=model_path, load_format=load_format)
+                )
+            finally:
+                self._no_update.set()
+        return reply.success, reply.data["message"]
+
+    async def _call(self, message: FlushCacheReq | GetInternalStateReq | UpdateWeightFromDiskReqInput) -> ControlReply:
         if self._refusal is not None and self._refusal.status == 500:
             raise self._refusal
         future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()

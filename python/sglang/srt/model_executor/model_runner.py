@@ -6,25 +6,27 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
-from sglang.srt.errors import StartupError
+from sglang.srt.errors import CheckpointError, StartupError
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.logits_processor import logprobs_of
 from sglang.srt.layers.quantization import get_quantization
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
-from sglang.srt.model_loader.loader import load_model, module_names
+from sglang.srt.model_loader.loader import load_model, module_names, weight_bytes
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import get_model_class
-from sglang.srt.platforms import available_memory, resolve_device, total_memory
+from sglang.srt.platforms import available_memory, release_unused_memory, resolve_device, total_memory
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,21 @@ CUDA_MEM_FRACTION_STATIC = 0.85
 # is available once the weights are loaded, and no more than DEFAULT_MAX_RUNNING_REQUESTS sequences can use.
 CPU_KV_FRACTION_OF_AVAILABLE = 0.25
 DEFAULT_MAX_RUNNING_REQUESTS = {"cpu": 32, "cuda": 256}
+
+# What the rest of the server took from the first checkpoint's configuration, so that a later one must agree. Everything
+# else (MLP size, rope, quantisation, ...) only matters inside the model, which is built anew from its own.
+FIXED_IN_UPDATES = (
+    "architecture",
+    "dtype",
+    "vocab_size",
+    "context_len",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "eos_token_ids",
+)
 
 
 class ModelRunner:
@@ -59,40 +76,117 @@ class ModelRunner:
         self.server_args = server_args
         self.model_config = model_config
         self.tp = tp
-        self.device = resolve_device(server_args.device)
+        self.device = resolve_device(server_args.device, tp.rank)
         self.dtype = model_config.dtype
         self.page_size = server_args.page_size
         torch.manual_seed(server_args.random_seed or 0)
         self.attn_backend = create_attention_backend(server_args.attention_backend, self.device, self.dtype)
         quant_config = get_quantization(model_config, server_args)
-        stored = quant_config.kv_cache_dtype if quant_config is not None else None
-        self.kv_cache_dtype = KV_CACHE_DTYPES.get(server_args.kv_cache_dtype) or stored or self.dtype
+        self.kv_cache_dtype = self._wanted_kv_cache_dtype(quant_config)
 
         before = available_memory(self.device)
         started = time.perf_counter()
         logger.info("Load weight begin. avail mem=%.2f GB", before / GB)
-        model_class = get_model_class(model_config.architecture)
-        with self.device, _default_dtype(self.dtype):
-            self.model: LlamaForCausalLM = model_class(model_config.hf_config, quant_config, tp)
-        if quant_config is not None:
-            quant_config.check_names(module_names(self.model))
-        load_model(self.model, model_config.model_path, server_args.load_format, progress=tp.rank == 0)
-        self.model.eval()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        available = available_memory(self.device)
+        self.model = self._build_model(model_config, quant_config, server_args.load_format)
+        release_unused_memory(self.device)
+        available = tp.minimum(available_memory(self.device))
         logger.info(
             "Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
             time.perf_counter() - started, model_config.architecture, self.dtype, available / GB,
             max(before - available, 0) / GB,
         )  # fmt: skip
-        self._allocate(available)
+        # Ranks on a CPU share its memory; the least that one saw is what is left now that all have loaded.
+        self._allocate(available // tp.size if self.device.type == "cpu" else available)
         logger.info(
             "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d, "
             "available_%s_mem=%.2f GB",
             self.max_total_num_tokens, server_args.chunked_prefill_size, self.max_running_requests,
             model_config.context_len, self.device.type, available_memory(self.device) / GB,
         )  # fmt: skip
+
+    def _wanted_kv_cache_dtype(self, quant_config: QuantizationConfig | None) -> torch.dtype:
+        stored = quant_config.kv_cache_dtype if quant_config is not None else None
+        return KV_CACHE_DTYPES.get(self.server_args.kv_cache_dtype) or stored or self.dtype
+
+    def _build_model(
+        self, model_config: ModelConfig, quant_config: QuantizationConfig | None, load_format: str
+    ) -> LlamaForCausalLM:
+        model_class = get_model_class(model_config.architecture)
+        with self.device, _default_dtype(self.dtype):
+            model = model_class(model_config.hf_config, quant_config, self.tp)
+        if quant_config is not None:
+            quant_config.check_names(module_names(model))
+        load_model(model, model_config.model_path, load_format, progress=self.tp.rank == 0)
+        return model.eval()
+
+    def update_weights_from_disk(self, model_path: str, load_format: str) -> tuple[bool, str]:
+        """Replace the model by that of another checkpoint, on every rank or on none.
+
+        The new one is built and loaded beside the old one, exactly as at the start, and takes its place only when all
+        of that went well: memory for both is needed meanwhile. What the KV cache holds belongs to the old one.
+
+        Args:
+            model_path, load_format: as the flags.
+
+        Returns:
+            Whether the weights were replaced, and SGLang's message or what went wrong.
+        """
+        logger.info(
+            "Update engine weights online from disk begin. avail mem=%.2f GB", available_memory(self.device) / GB
+        )
+        new: tuple[ServerArgs, ModelConfig, LlamaForCausalLM] | None = None
+        problem = ""
+        try:
+            new = self._load_replacement(model_path, load_format)
+        except Exception as error:  # whatever it is (too little memory, say), the old model is untouched
+            if not isinstance(error, StartupError):
+                logger.exception("The new weights could not be loaded.")
+            problem = str(error) or type(error).__name__
+        everywhere = bool(self.tp.minimum(int(new is not None)))
+        if everywhere and new is not None:
+            self.server_args, self.model_config, self.model = new
+            message = "Succeeded to update model weights."
+        else:
+            problem = problem or "another tensor-parallel rank could not load them, see the log"
+            message = f"Failed to update weights: {problem}. The weights from before are still served."
+            logger.error(message)
+        # Parameters and layers refer to each other, so the model that is not needed would stay until some later time.
+        new = None
+        release_unused_memory(self.device)
+        logger.info("Update weights end. avail mem=%.2f GB", available_memory(self.device) / GB)
+        return everywhere, message
+
+    def _load_replacement(self, model_path: str, load_format: str) -> tuple[ServerArgs, ModelConfig, LlamaForCausalLM]:
+        # A revision belongs to the model that it was given with.
+        changes: dict[str, Any] = {"model_path": model_path, "load_format": load_format, "revision": None}
+        server_args = replace(self.server_args, **changes)
+        model_config = ModelConfig.from_server_args(server_args)
+        quant_config = get_quantization(model_config, server_args)
+        self._check_replacement(model_config, quant_config)
+        needed, available = weight_bytes(self.model), available_memory(self.device)
+        available = available // self.tp.size if self.device.type == "cpu" else available
+        if needed > available:
+            raise StartupError(
+                f"the old and the new weights must fit into memory together: {needed / GB:.2f} GB more are needed, "
+                f"{available / GB:.2f} GB are available"
+            )
+        return server_args, model_config, self._build_model(model_config, quant_config, load_format)
+
+    def _check_replacement(self, new: ModelConfig, quant_config: QuantizationConfig | None) -> None:
+        """Raise CheckpointError unless a model of this configuration fits into the running server."""
+        changes = [
+            f"{name} {getattr(new, name)} instead of {getattr(self.model_config, name)}"
+            for name in FIXED_IN_UPDATES
+            if getattr(new, name) != getattr(self.model_config, name)
+        ]
+        kv_cache_dtype = self._wanted_kv_cache_dtype(quant_config)
+        if kv_cache_dtype != self.kv_cache_dtype:
+            changes.append(f"a KV cache in {kv_cache_dtype} instead of {self.kv_cache_dtype}")
+        if changes:
+            raise CheckpointError(
+                f"{new.model_path} has {', '.join(changes)}; a running server can't change that, start one with this "
+                "checkpoint"
+            )
 
     def _allocate(self, available: int) -> None:
         """Size and allocate the pools, with ``available`` bytes of memory left."""
@@ -105,7 +199,7 @@ class ModelRunner:
             tokens, budget = args.max_total_tokens, available
         else:
             tokens, budget = self._default_tokens(available, token_bytes, running)
-        tokens = tokens // self.page_size * self.page_size
+        tokens = self.tp.minimum(tokens) // self.page_size * self.page_size
         self.max_running_requests = max(1, min(running, tokens // self.page_size))
         needed = (tokens + self.page_size) * token_bytes + self.max_running_requests * config.context_len * 4
         if tokens <= 0 or needed > available:
@@ -157,9 +251,14 @@ class ModelRunner:
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
         """Choose each request's next token, int64 [B]; fills the output's log-probabilities if the batch wants them.
 
-        A request whose logits are not finite gets -1.
+        A request whose logits are not finite gets -1. Rank 0 chooses for all ranks: where one samples, sums of
+        probabilities need not come out equal on two GPUs, and ranks that disagree about a token never meet again.
         """
-        token_ids = sample_tokens(output.next_token_logits, batch.sampling_info)
+        if self.tp.rank == 0:
+            token_ids = sample_tokens(output.next_token_logits, batch.sampling_info)
+        else:
+            token_ids = torch.empty(batch.batch_size, dtype=torch.int64, device=self.device)
+        self.tp.broadcast(token_ids)
         if batch.return_logprob:
             tops = batch.top_logprobs_nums or [0] * batch.batch_size
             output.next_token_logprobs, output.next_top_logprobs = logprobs_of(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,12 @@ UNUSED_TENSORS = ("*.rotary_emb.inv_freq", "*.k_proj.k_scale", "*.v_proj.v_scale
 
 # A checkpoint stores KV cache scales below the projections, the model holds them in its attention module.
 RENAMED_TENSORS = {".attn.k_scale": ".k_proj.k_scale", ".attn.v_scale": ".v_proj.v_scale"}
+
+# ... except by compressed-tensors, which stores them in the attention module itself.
+KV_SCALE_ALIASES = {
+    ".self_attn.k_scale": ".self_attn.k_proj.k_scale",
+    ".self_attn.v_scale": ".self_attn.v_proj.v_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,14 @@ def text_model_name(name: str) -> str:
     return name.removeprefix(TEXT_MODEL).replace("model." + TEXT_MODEL, "model.", 1)
 
 
+def canonical_name(name: str) -> str:
+    """A tensor's name as :func:`checkpoint_slots` spells it, whichever exporter wrote it."""
+    for theirs, ours in KV_SCALE_ALIASES.items():
+        if name.endswith(theirs):
+            return name.removesuffix(theirs) + ours
+    return name
+
+
 def module_names(model: nn.Module) -> set[str]:
     """Every module's name in the checkpoint, parts of fused layers and fused layers alike."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -117,12 +132,28 @@ def module_names(model: nn.Module) -> set[str]:
     return names
 
 
+def _fill(slots: list[Slot], tensor: torch.Tensor) -> nn.Module:
+    """Fill one slot, or the whole fused layer of several; returns the module."""
+    slot = slots[0] if len(slots) == 1 else Slot(slots[0].module, slots[0].param, None)
+    slot.fill(tensor)
+    return slot.module
+
+
 def _shown(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    when_filled: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Fill ``model``'s parameters from ``tensors`` (checkpoint name, value).
+
+    Args:
+        when_filled: called with a module when the last tensor of its parameters was written, while others still wait
+            for theirs: large models are never held in two forms at once. A module that lacks an optional tensor, or has
+            no parameter, is not given to it.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, given twice, or has a shape, dtype or value that its parameter
@@ -132,34 +163,40 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) 
     patterns = _unused_patterns(model)
     literal = {pattern for pattern in patterns if "*" not in pattern}
     globs = [pattern for pattern in patterns if "*" in pattern]
+    waiting = Counter(slot.module for slot in slots.values())
     written: set[str] = set()
+    unknown: dict[str, str] = {}
     for stored_name, tensor in tensors:
-        name = text_model_name(stored_name)
-        names = [name] if name in slots else fused.get(name, [])
+        name = canonical_name(text_model_name(stored_name))
+        names = [name] if name in slots or name in written else fused.get(name, [])
         if not names:
             if name in literal or any(fnmatch.fnmatchcase(name, glob) for glob in globs):
                 if any(fnmatch.fnmatchcase(name, glob) for glob in getattr(model, "unused_checkpoint_tensors", ())):
                     logger.warning("Tensor %s is stored but not used by this model's configuration.", stored_name)
                 continue
-            raise CheckpointError(
-                f"tensor {name} ({tensor.dtype}, {list(tensor.shape)}) is in the checkpoint but no layer reads it; "
-                f"is {name.rpartition('.')[0]} quantised in another way than the checkpoint's config says?"
-            )
+            # Not an error yet: a weight of the wrong dtype, further on, says more than the scale that comes with it.
+            unknown[name] = f"{tensor.dtype}, {list(tensor.shape)}"
+            continue
         if not written.isdisjoint(names):
             raise CheckpointError(f"tensor {name} was given twice (by itself and as part of a fused tensor)")
-        slot = slots[names[0]]
-        if len(names) > 1:
-            slot = Slot(slot.module, slot.param, None)
         try:
-            slot.fill(tensor)
+            # No slot is left here or in slots, so that the module is the only one that holds its parameters.
+            module = _fill([slots.pop(part) for part in names], tensor)
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
         written.update(names)
-    missing = [name for name in slots if name not in written]
-    absent = [name for name in missing if getattr(slots[name].param, "optional", False)]
+        waiting[module] -= len(names)
+        if when_filled is not None and not waiting[module]:
+            when_filled(module)
+    for name, description in unknown.items():
+        raise CheckpointError(
+            f"tensor {name} ({description}) is in the checkpoint but no layer reads it; "
+            f"is {name.rpartition('.')[0]} quantised in another way than the checkpoint's config says?"
+        )
+    absent = [name for name, slot in slots.items() if getattr(slot.param, "optional", False)]
     if absent:
         logger.info("The checkpoint has no %s; their neutral value is used.", _shown(absent))
-    missing = [name for name in missing if name not in absent]
+    missing = [name for name in slots if name not in absent]
     if missing:
         hint = ""
         if any("scale" in name for name in missing):
@@ -203,11 +240,17 @@ def load_model(model: nn.Module, model_path: str | Path, load_format: str = "aut
     Raises:
         CheckpointError: the checkpoint can't be loaded exactly; the text names the file or tensor.
     """
+    processed: set[nn.Module] = set()
+
+    def process(module: nn.Module) -> None:
+        method = getattr(module, "quant_method", None)
+        if method is not None and module not in processed:
+            processed.add(module)
+            method.process_weights_after_loading(module)
+
     if load_format == "dummy":
         fill_with_dummy_weights(model)
     else:
-        load_weights(model, iterate_tensors(model_path, progress))
+        load_weights(model, iterate_tensors(model_path, progress), process)
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading(module)
+        process(module)

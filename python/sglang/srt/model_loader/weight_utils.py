@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,9 @@ INDEX_NAME = "model.safetensors.index.json"
 def safetensors_files(model_path: str | Path) -> list[Path]:
     """The weight files of a checkpoint folder: those of its index, else every ``*.safetensors`` in it.
 
+    The file with the output head, the largest layer of many models, comes first: converting it takes as much memory
+    again, of which little is in use then.
+
     Raises:
         CheckpointError: there are none, or the index can't be read or lists a file that is missing.
     """
@@ -25,7 +30,9 @@ def safetensors_files(model_path: str | Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map = json.loads(index.read_text())["weight_map"].items()
+            heads = {name for tensor, name in weight_map if tensor.endswith("lm_head.weight")}
+            names = sorted({name for _, name in weight_map}, key=lambda name: (name not in heads, name))
         except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
         files = [folder / name for name in names]
@@ -56,7 +63,10 @@ def open_safetensors(file: Path) -> safe_open:
 
 
 def iterate_tensors(model_path: str | Path, progress: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, CPU tensor) of the checkpoint, file by file; a tensor's memory is the file's map.
+    """Every (name, CPU tensor) of the checkpoint, file by file.
+
+    A tensor's memory is the file's map: only to be read. What was read of it is no longer resident when the next one
+    comes, and is read again from the file if it is used again.
 
     Raises:
         CheckpointError: a file can't be read, or two files hold the same tensor.
@@ -64,8 +74,32 @@ def iterate_tensors(model_path: str | Path, progress: bool = True) -> Iterator[t
     seen: dict[str, str] = {}
     for file in tqdm(safetensors_files(model_path), desc="Loading safetensors checkpoint shards", disable=not progress):
         with open_safetensors(file) as tensors:
+            mapped: list[range] | None = None
             for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
                 if name in seen:
                     raise CheckpointError(f"tensor {name} is in {file.name} and in {seen[name]}")
                 seen[name] = file.name
-                yield name, tensors.get_tensor(name)
+                tensor = tensors.get_tensor(name)
+                if mapped is None:
+                    mapped = _addresses(file)
+                yield name, tensor
+                _drop_pages(tensor, mapped)
+
+
+def _addresses(file: Path) -> list[range]:
+    """Where ``file`` is mapped into this process (on Linux; elsewhere nothing is said)."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    found = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    spans = [words[0].split("-") for words in found if len(words) == 6 and words[5] == str(file.resolve())]
+    return [range(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+def _drop_pages(tensor: torch.Tensor, mapped: list[range]) -> None:
+    """Take the pages in which ``tensor`` lies out of this process's memory, if they are a file's."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    # Other memory would lose its content.
+    if start < end and any(start in span and end - 1 in span for span in mapped):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

@@ -222,3 +222,11 @@ def test_import_needs_neither_cuda_nor_flashinfer() -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, sglang; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_flags_help_names_every_backend() -> None:
+    from sglang.srt.server_args import ServerArgs, field_specs
+
+    text = next(spec.flag.help for spec in field_specs() if spec.name == "fp4_gemm_runner_backend")
+    assert all(name in text for name in backends()), text
+    assert ServerArgs.from_kwargs(model_path="m").fp4_gemm_runner_backend == "auto"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target, backend_for_layer
@@ -45,6 +46,7 @@ class NvFp4Weight:
             kept since a checkpoint stores either, and one is not the exact reciprocal of the other.
         dtype: of inputs and outputs.
         pre_quant_scale: float32 [parts, K]; the input of each part is multiplied by it first (NVFP4_AWQ).
+        input_ranks: the ranks that hold the columns of one input among them, and so share its scale (DYNAMIC).
     """
 
     packed: torch.Tensor
@@ -56,6 +58,29 @@ class NvFp4Weight:
     input_scale: torch.Tensor | None = None
     input_scale_inv: torch.Tensor | None = None
     pre_quant_scale: torch.Tensor | None = None
+    input_ranks: TensorParallelGroup = SINGLE
+
+    def check(self) -> None:
+        """Raises:
+        ValueError: an attribute is not what this class says; the text names it.
+        """
+        rows, blocks, parts = self.packed.shape[0], self.scale.shape[-1], len(self.part_sizes)
+        if sum(self.part_sizes) != rows:
+            raise ValueError(f"part_sizes: expected a sum of {rows}, got {self.part_sizes}")
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "packed": (torch.uint8, (rows, blocks * BLOCK_SIZE // 2)),
+            "scale": (torch.float8_e4m3fn, (rows, blocks)),
+            "global_scales": (torch.float32, (parts,)),
+        }
+        if self.activation is Activation.STATIC:
+            expected |= {"input_scale": (torch.float32, ()), "input_scale_inv": (torch.float32, ())}
+        if self.pre_quant_scale is not None:
+            expected["pre_quant_scale"] = (torch.float32, (parts, self.in_features))
+        for name, (dtype, shape) in expected.items():
+            value: torch.Tensor | None = getattr(self, name)
+            if value is None or value.dtype != dtype or tuple(value.shape) != shape:
+                found = "None" if value is None else f"{value.dtype} {list(value.shape)}"
+                raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {found}")
 
     @property
     def out_features(self) -> int:
@@ -73,14 +98,15 @@ class NvFp4Weight:
     def activation_scales(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiplier and reciprocal for quantising ``x``: float32 scalars on its device."""
         if self.activation is Activation.DYNAMIC:
-            scale = nvfp4_global_scale(x.abs().amax())
+            scale = nvfp4_global_scale(self.input_ranks.all_reduce_max(x.abs().amax()))
             return scale, 1.0 / scale
         assert self.input_scale is not None and self.input_scale_inv is not None
         return self.input_scale, self.input_scale_inv
 
     def without_codes(self) -> NvFp4Weight:
         """Everything but the codes and block scales, for backends that keep those in a layout of their own."""
-        return replace(self, packed=self.packed[:0], scale=self.scale[:0])
+        # Not views: those would keep the whole storage.
+        return replace(self, packed=self.packed[:0].clone(), scale=self.scale[:0].clone())
 
     def segments(self, per_column_scale: bool) -> list[NvFp4Weight]:
         """Runs of neighbouring parts that one product can take: they share their ``pre_quant_scale`` and, unless the
@@ -140,6 +166,7 @@ class NvFp4Linear:
     """A weight ready to multiply: cut into what its backend takes, padded, in the backend's layout."""
 
     def __init__(self, weight: NvFp4Weight, backend: Fp4GemmBackend) -> None:
+        weight.check()
         self.backend = backend
         self.in_features, self.out_features, self.dtype = weight.in_features, weight.out_features, weight.dtype
         self.segments: list[Segment] = []
@@ -224,9 +251,23 @@ MODELOPT_NAMES = TensorNames("weight", "weight_scale", "weight_scale_2", "input_
 MODELOPT_AWQ_NAMES = replace(MODELOPT_NAMES, pre_quant_scale="pre_quant_scale")
 
 
+def check_columns(layer: nn.Module, input_size_per_partition: int, input_size: int) -> None:
+    """Raise CheckpointError unless K, or this rank's piece of it, is a multiple of 16."""
+    if input_size_per_partition % BLOCK_SIZE == 0:
+        return
+    name = str(getattr(layer, "prefix", "") or type(layer).__name__)
+    rank = f" per rank (K={input_size} in all)" if input_size != input_size_per_partition else ""
+    raise CheckpointError(
+        f"layer {name}: NVFP4 needs K to be a multiple of {BLOCK_SIZE}, it is {input_size_per_partition}{rank}; "
+        + ("use a smaller --tp-size" if rank else "exclude the layer from quantisation")
+    )
+
+
 def install(layer: nn.Module, weight: NvFp4Weight) -> None:
     """Choose the backend for ``weight`` and make it what ``layer`` multiplies with."""
     name = str(getattr(layer, "prefix", "") or type(layer).__name__)
+    if getattr(layer, "input_is_sharded", False):
+        weight = replace(weight, input_ranks=layer.tp)  # type: ignore[arg-type]
     target = Target.current(weight.packed.device).for_layer(
         weight.in_features, weight.out_features, weight.activation is Activation.NONE, weight.dtype
     )
@@ -275,13 +316,7 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         Raises:
             CheckpointError: K, or this rank's piece of it, is not a multiple of 16.
         """
-        name = str(getattr(layer, "prefix", "") or type(layer).__name__)
-        if input_size_per_partition % BLOCK_SIZE:
-            rank = f" per rank (K={input_size} in all)" if input_size != input_size_per_partition else ""
-            raise CheckpointError(
-                f"layer {name}: NVFP4 needs K to be a multiple of {BLOCK_SIZE}, it is {input_size_per_partition}{rank}"
-                "; " + ("use a smaller --tp-size" if rank else "exclude the layer from quantisation")
-            )
+        check_columns(layer, input_size_per_partition, input_size)
         rows, parts = sum(output_partition_sizes), len(output_partition_sizes)
         # Fresh memory is poisoned: a scale that nobody writes is caught below, and would be NaN if it were not.
         packed = torch.empty(rows, input_size_per_partition // 2, dtype=torch.uint8)
@@ -294,9 +329,9 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         e4m3 = scale.view(torch.float8_e4m3fn)
         register_weight(layer, self.names.scale, e4m3, output_dim=0, input_dim=1, check=check_block_scales, **attrs)
         for key, check in per_part.items():
-            register_weight(layer, key, torch.full((parts,), float("nan")), check=check, **attrs)
+            register_weight(layer, key, torch.full((parts,), float("nan"), dtype=torch.float32), check=check, **attrs)
         if self.names.pre_quant_scale:  # exporters fold it into the layer before, where there is one
-            ones = torch.ones(parts, input_size_per_partition)
+            ones = torch.ones(parts, input_size_per_partition, dtype=torch.float32)
             check_pre = check_pre_quant_scale
             register_weight(
                 layer, self.names.pre_quant_scale, ones, input_dim=1, optional=True, check=check_pre, **attrs

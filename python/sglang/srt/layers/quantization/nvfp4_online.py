@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
+from typing import Any
 
 import torch
 from torch import nn
 
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
-from sglang.srt.layers.quantization.modelopt_quant import PACKED_MODULES
-from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4LinearMethodBase, NvFp4Weight, install
-from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
+from sglang.srt.layers.quantization.base_config import PACKED_MODULES, LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.nvfp4 import (
+    Activation,
+    NvFp4LinearMethodBase,
+    NvFp4Weight,
+    check_columns,
+    install,
+)
 from sglang.srt.layers.quantization.nvfp4_weight import global_scale_from_amax, quantize_nvfp4_weight
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
@@ -19,23 +25,47 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 class OnlineNvFp4LinearMethod(NvFp4LinearMethodBase, UnquantizedLinearMethod):
     """Loads like an unquantised layer, then rounds its weight to NVFP4 by the recipe of ``sglang.quantize``.
 
-    Fused parts share one global scale, as exporters make them. The activation scale of W4A4 is computed from each
-    call's input, since no calibration has been run.
+    Fused parts and ranks share one global scale, as exporters make them. The activation scale of W4A4 is computed from
+    each call's input, since no calibration has been run.
     """
 
     def __init__(self, activation: Activation) -> None:
+        super().__init__()
         self.activation = activation
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises:
+        CheckpointError: K, or this rank's piece of it, is not a multiple of 16.
+        """
+        check_columns(layer, input_size_per_partition, input_size)
+        super().create_weights(
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra_weight_attrs,
+        )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raises:
-        CheckpointError: K is not a multiple of 16, or the weight holds NaN or infinity.
+        CheckpointError: the weight holds NaN or infinity.
         """
         name = str(getattr(layer, "prefix", "") or type(layer).__name__)
         weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
-        columns = weight.shape[1]
-        if columns % BLOCK_SIZE:
-            raise CheckpointError(f"layer {name}: NVFP4 needs K to be a multiple of {BLOCK_SIZE}, it is {columns}")
         amax = float(weight.abs().amax())
+        ranks: TensorParallelGroup = getattr(layer, "tp", SINGLE)
+        amax = float(ranks.all_reduce_max(torch.tensor(amax if isfinite(amax) else inf, device=weight.device)))
         if not isfinite(amax):
             raise CheckpointError(f"layer {name}: the weight holds NaN or infinity")
         global_scale = global_scale_from_amax(amax)

@@ -12,7 +12,10 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase, registe
 
 
 class UnquantizedLinearMethod(LinearMethodBase):
-    """``weight`` [N, K] in ``params_dtype``; the product is torch's."""
+    """``weight`` [N, K] in ``params_dtype``; the product is torch's, in ``params_dtype`` or (a head's) in float32."""
+
+    def __init__(self, float32_output: bool = False) -> None:
+        self.float32_output = float32_output
 
     def create_weights(
         self,
@@ -28,7 +31,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         register_weight(layer, "weight", weight, output_dim=0, input_dim=1, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        linear = ConstantLinear(layer.weight.data)  # type: ignore[arg-type]
+        linear = ConstantLinear(layer.weight.data, self.float32_output)  # type: ignore[arg-type]
         delattr(layer, "weight")
         layer.linear = linear  # type: ignore[assignment]
 

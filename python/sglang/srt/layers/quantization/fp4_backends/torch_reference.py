@@ -28,7 +28,7 @@ class ExactLinear:
     def __call__(
         self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """``x`` [M, K], ``scale`` float32 [N] or scalar, ``bias`` [N]: [M, N] in ``dtype``."""
+        """``x`` [M, K], ``scale`` float32 scalar, [N] or [M, N], ``bias`` [N]: [M, N] in ``dtype``."""
         if self._linear is not None:
             sums = self._linear(x.float())
         else:
