@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses."""
 
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from sglang.demo_model import MODEL_NAME, DownloadError, default_folder, make_bf16, make_demo_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def log_level() -> Iterator[None]:
+    """The level of the package's logger belongs to the process, and an ``Engine`` sets it."""
+    logger = logging.getLogger("sglang")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

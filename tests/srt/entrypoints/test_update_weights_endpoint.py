@@ -25,9 +25,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def make_engine() -> Engine:
-    # The level is the process's, and other tests look at what is logged.
-    arguments = {"model_path": str(FIXTURE), "device": "cpu", "random_seed": 1, "log_level": "info"}
-    return Engine(_run_scheduler=run_fake_scheduler, **arguments)
+    return Engine(_run_scheduler=run_fake_scheduler, model_path=str(FIXTURE), device="cpu", random_seed=1)
 
 
 def update(client: httpx.Client, path: str, **fields: Any) -> httpx.Response:

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from sglang.srt.errors import StartupError
-from sglang.srt.utils.net import check_port_free
+from sglang.srt.utils.net import listen_on
 
 
 def test_taken_port_is_reported_and_a_free_one_accepted():
@@ -13,10 +13,13 @@ def test_taken_port_is_reported_and_a_free_one_accepted():
         server.listen()
         port = server.getsockname()[1]
         with pytest.raises(StartupError, match=rf"127\.0\.0\.1 port {port}: Address already in use.*--port") as caught:
-            check_port_free("127.0.0.1", port)
+            listen_on("127.0.0.1", port)
         assert caught.value.exit_code == 1
-    check_port_free("127.0.0.1", port)
-    check_port_free("127.0.0.1", port)  # the check itself leaves nothing behind
+    with contextlib.closing(listen_on("127.0.0.1", port)) as first:
+        assert first.getsockname()[1] == port
+        with pytest.raises(StartupError, match="already in use"):
+            listen_on("127.0.0.1", port)
+    listen_on("127.0.0.1", port).close()
 
 
 def test_time_wait_does_not_block():
@@ -29,10 +32,10 @@ def test_time_wait_does_not_block():
         connection, _ = server.accept()
         connection.close()  # the side that closes first keeps TIME_WAIT
         client.close()
-    check_port_free("127.0.0.1", port)
+    listen_on("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "not an address"])
 def test_foreign_host(host):
     with pytest.raises(StartupError, match=host):
-        check_port_free(host, 30000)
+        listen_on(host, 30000)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -16,7 +17,7 @@ from sglang.srt.entrypoints.scheduler_process import RunScheduler
 from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
-from sglang.srt.utils.net import check_port_free
+from sglang.srt.utils.net import listen_on
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,14 @@ def launch_server(
     """
     configure_logging(server_args.log_level)
     logger.info("server_args=%s", server_args)
-    check_port_free(server_args.host, server_args.port)
-    runtime = Runtime(server_args, run_scheduler)
-    loop = _new_event_loop()
-    try:
-        return loop.run_until_complete(_serve(runtime, on_ready or (lambda: None)))
-    finally:
-        runtime.stop(grace=0)
-        loop.close()
+    with contextlib.closing(listen_on(server_args.host, server_args.port)) as listener:
+        runtime = Runtime(server_args, run_scheduler)
+        loop = _new_event_loop()
+        try:
+            return loop.run_until_complete(_serve(runtime, listener, on_ready or (lambda: None)))
+        finally:
+            runtime.stop(grace=0)
+            loop.close()
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -66,7 +67,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _serve(runtime: Runtime, on_ready: Callable[[], None]) -> int:
+async def _serve(runtime: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> int:
     args = runtime.server_args
     application = HttpServer(runtime)
     config = uvicorn.Config(
@@ -81,7 +82,6 @@ async def _serve(runtime: Runtime, on_ready: Callable[[], None]) -> int:
     )
     # It would say that it runs before the model is loaded.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    listener = config.bind_socket()
     server = _Uvicorn(config)
     signals = _Signals()
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
