@@ -14,6 +14,10 @@ from sglang.srt.layers.quantization import fp4_utils
 from sglang.srt.layers.quantization.fp4_backends import flashinfer
 from sglang.srt.layers.quantization.fp4_utils import Target
 
+# torch remembers its constructors when a device is first a context; they must be the real ones, not ours.
+with torch.device("cpu"):
+    torch.empty(0)
+
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:

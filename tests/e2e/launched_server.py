@@ -30,7 +30,8 @@ def command(model: str | Path, *arguments: str) -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SGLANG_")}
-    return {**clean, "PYTHONPATH": str(Path(__file__).parents[2] / "python"), "HF_HUB_OFFLINE": "1", **extra}
+    path = [str(Path(__file__).parents[2] / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**clean, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", **extra}
 
 
 def run_to_exit(model: str | Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
