@@ -7,6 +7,7 @@ their own. Everything that knows about parts and ranks is in :class:`LinearBase`
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -197,6 +198,8 @@ def match_dtype(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 class ReplicatedLinear(LinearBase):
     """Every rank holds the whole weight."""
 
+    shards_input: ClassVar[bool] = False
+
     def __init__(
         self,
         input_size: int,
@@ -210,7 +213,7 @@ class ReplicatedLinear(LinearBase):
         super().__init__(
             input_size,
             [Part(None, output_size, output_size, 0, 0)],
-            input_is_sharded=False,
+            input_is_sharded=self.shards_input,
             bias=bias,
             params_dtype=params_dtype,
             quant_config=quant_config,
@@ -313,29 +316,10 @@ class QKVParallelLinear(LinearBase):
         self.num_kv_heads = kv_heads
 
 
-class RowParallelLinear(LinearBase):
+class RowParallelLinear(ReplicatedLinear):
     """One matrix, sharded by columns; the ranks' partial results are summed, the bias is added once."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-        tp: TensorParallelGroup = SINGLE,
-    ) -> None:
-        super().__init__(
-            input_size,
-            [Part(None, output_size, output_size, 0, 0)],
-            input_is_sharded=True,
-            bias=bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=prefix,
-            tp=tp,
-        )
+    shards_input = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None
