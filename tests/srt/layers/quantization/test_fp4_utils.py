@@ -187,6 +187,16 @@ def test_every_backend_of_this_version_has_a_member() -> None:
     assert not Fp4GemmRunnerBackend.TORCH.is_flashinfer()
 
 
+@pytest.mark.parametrize("first", ["flashinfer", "torch_reference"])
+def test_the_order_does_not_depend_on_what_was_imported_first(first: str) -> None:
+    code = (
+        f"import sglang.srt.layers.quantization.fp4_backends.{first}\n"
+        "from sglang.srt.layers.quantization.fp4_utils import backends; print(*backends())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert result.stdout.split() == ["cudnn", "cutlass", "cutedsl", "trtllm", "torch"]
+
+
 def test_a_taken_name_is_an_error_and_a_new_one_registers() -> None:
     with pytest.raises(TypeError, match=r"'cutlass' .*is taken"):
         type("Copy", (Fp4GemmBackend,), {"name": "cutlass"})

@@ -11,7 +11,7 @@ import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib import metadata
@@ -180,9 +180,13 @@ def _load_backends() -> None:
 
 
 def backends() -> dict[str, type[Fp4GemmBackend]]:
-    """Every registered backend by name, in the order of registration."""
+    """Every registered backend by name: ours in the order of :class:`Fp4GemmRunnerBackend`, then those of others."""
     _load_backends()
-    return {name: backend for name, backend in _names.items() if name == backend.name}
+    ours = [member.value for member in Fp4GemmRunnerBackend]
+    names = [name for name, backend in _names.items() if name == backend.name]
+    return {
+        name: _names[name] for name in sorted(names, key=lambda name: ours.index(name) if name in ours else len(ours))
+    }
 
 
 def candidates(target: Target) -> list[type[Fp4GemmBackend]]:
@@ -228,7 +232,7 @@ class Resolution:
     source: str
     name: str
     reasons: Mapping[str, str]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         asked = self.requested if self.source == "default" else f"{self.requested}, from {self.source}"
@@ -241,12 +245,8 @@ class Resolution:
         )
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "requested": self.requested,
-            "source": self.source,
-            "resolved": self.name,
-            "unsupported": dict(self.reasons),
-        }
+        reasons = dict(self.reasons)
+        return {"requested": self.requested, "source": self.source, "resolved": self.name, "unsupported": reasons}
 
 
 def resolve_fp4_gemm_backend(requested: str, env_value: str | None, target: Target) -> Resolution:
