@@ -7,7 +7,6 @@ A folder appears under its name in one step, complete and with a manifest of has
 compares the hashes. Nothing here imports torch before there is something to build.
 """
 
-import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -25,7 +24,7 @@ from typing import Final, Literal, NoReturn, get_args
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, CheckpointError, StartupError
-from sglang.srt.utils.cli import run_main
+from sglang.srt.utils.cli import ArgumentParser, run_main
 
 Scheme = Literal["nvfp4", "w4a16_nvfp4"]
 
@@ -286,7 +285,7 @@ def _serve(folder: Path, port: int) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; ``argv`` defaults to the process's."""
-    parser = argparse.ArgumentParser(prog="python -m sglang.demo_model", description=__doc__)
+    parser = ArgumentParser("python -m sglang.demo_model", __doc__ or "")
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -302,11 +301,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--bf16-output", metavar="DIR", type=_folder, help="keep the bf16 checkpoint in this folder")
     parser.add_argument("--serve", action="store_true", help="then serve it, and show a request to try")
-    parser.add_argument("--port", type=int, default=30000, help="port for --serve (default: 30000)")
+    parser.add_argument("--port", type=int, help="port for --serve (default: 30000)")
     args = parser.parse_args(argv)
     output: Path = args.output or default_folder(args.scheme)
     if args.bf16_output == output.resolve():
         parser.error("--bf16-output and --output must be different folders")
+    if args.port is not None and not args.serve:
+        parser.error("--port is for --serve")
     # Let an ended process clean up as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -319,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     print(output)
     if args.serve:
-        _serve(output, args.port)
+        _serve(output, args.port or 30000)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ them alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -46,7 +45,7 @@ from sglang.srt.model_loader.calibration import (
 from sglang.srt.model_loader.checkpoint_reader import FLOAT_DTYPES, CheckpointReader
 from sglang.srt.model_loader.weight_utils import INDEX_NAME
 from sglang.srt.platforms import resolve_device
-from sglang.srt.utils.cli import run_main
+from sglang.srt.utils.cli import ArgumentParser, run_main
 from sglang.srt.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -361,16 +360,9 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (see --help)")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; ``argv`` defaults to the process's."""
-    parser = _Parser(
-        prog="python -m sglang.quantize", description="Quantise a dense checkpoint to NVFP4 (ModelOpt format)."
-    )
+    parser = ArgumentParser("python -m sglang.quantize", "Quantise a dense checkpoint to NVFP4 (ModelOpt format).")
     add = parser.add_argument
     add("--model-path", required=True, metavar="BF16", help="bf16, fp16 or fp32 checkpoint: folder or hub id")
     add("--output", required=True, metavar="DIR", help="folder to create")

@@ -4,7 +4,7 @@ import torch
 
 from sglang.srt import platforms
 from sglang.srt.errors import ArgumentError
-from sglang.srt.platforms import available_memory, memory_used_by_process, resolve_device, total_memory
+from sglang.srt.platforms import available_memory, resolve_device, total_memory
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,6 @@ def test_no_gpu_says_why(monkeypatch):
 
 def test_cpu_memory_is_sane():
     assert 0 < available_memory(CPU) <= total_memory(CPU) <= psutil.virtual_memory().total
-    block = torch.ones(8 << 20)
-    assert memory_used_by_process(CPU) > block.nbytes
     assert platforms.device_capability(CPU) is None
     assert platforms.device_name(CPU) == "cpu"
 
@@ -88,8 +86,5 @@ def test_cgroup_version_1(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_cuda_memory():
     device = resolve_device("cuda")
-    before = memory_used_by_process(device)
-    block = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-    assert memory_used_by_process(device) >= before + block.nbytes
     assert 0 < available_memory(device) < total_memory(device)
     assert platforms.device_capability(device) >= (7, 0)

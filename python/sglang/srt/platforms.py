@@ -66,13 +66,6 @@ def total_memory(device: torch.device) -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_memory())])
 
 
-def memory_used_by_process(device: torch.device) -> int:
-    """Bytes that this process holds: what torch's allocator reserved on a GPU, the resident set on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
-    return int(psutil.Process().memory_info().rss)
-
-
 def release_unused_memory(device: torch.device) -> None:
     """Give back what allocators of ``device`` keep for later, after deleting objects that only refer to each other."""
     gc.collect()

@@ -133,6 +133,18 @@ def test_unswizzled_unshuffled_and_unpadded_weights_are_caught(
         NvFp4Linear(narrow, backends()["cutlass"]())(x[:, :48])
 
 
+def test_a_weight_prepared_for_another_backend_is_refused(emulator: flashinfer_emulator.Emulator) -> None:
+    weight = make_weight([128], 128, [0.01], Activation.STATIC, torch.bfloat16)
+    x = torch.randn(5, 128).bfloat16()
+    prepared = {name: backends()[name]().prepare(weight) for name in W4A4_BACKENDS}
+    for owner, of_owner in prepared.items():
+        for name in W4A4_BACKENDS:
+            if name != owner:
+                with pytest.raises(ValueError, match=f"prepared for backend {owner}, not for {name}"):
+                    backends()[name]().apply(x, of_owner, None)
+    assert not emulator.calls
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 70), min_size=1, max_size=3),

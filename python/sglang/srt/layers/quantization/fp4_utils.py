@@ -18,10 +18,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
+from sglang.srt.layers.quantization.fp4_target import Target as Target  # importers take it from here
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.nvfp4 import NvFp4Weight
@@ -39,82 +39,17 @@ RESERVED = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- target
-@dataclass(frozen=True)
-class Target:
-    """A machine, and optionally one linear layer on it: everything that a backend's answer may depend on.
-
-    ``capability`` is the compute capability as (major, minor), None off CUDA. Versions are None where the package is
-    absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with). ``weight_only`` None and
-    sizes 0 mean: no layer in particular.
-    """
-
-    device: str
-    capability: tuple[int, int] | None = None
-    cuda: str | None = None
-    flashinfer: str | None = None
-    cudnn: str | None = None
-    cudnn_frontend: str | None = None
-    cutlass_dsl: str | None = None
-    dtype: torch.dtype = torch.bfloat16
-    in_features: int = 0
-    out_features: int = 0
-    weight_only: bool | None = None
-
-    @staticmethod
-    def current(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Target:
-        """The machine this process runs on."""
-        device = torch.device(device)
-        if device.type != "cuda":
-            return Target(device=device.type, dtype=dtype, flashinfer=_installed("flashinfer-python"))
-        return Target(
-            device="cuda",
-            capability=torch.cuda.get_device_capability(device),
-            cuda=torch.version.cuda,
-            flashinfer=_installed("flashinfer-python"),
-            cudnn=_cudnn_version(),
-            cudnn_frontend=_installed("nvidia-cudnn-frontend"),
-            cutlass_dsl=_installed("nvidia-cutlass-dsl"),
-            dtype=dtype,
-        )
-
-    def for_layer(self, in_features: int, out_features: int, weight_only: bool, dtype: torch.dtype) -> Target:
-        return replace(self, in_features=in_features, out_features=out_features, weight_only=weight_only, dtype=dtype)
-
-    def __str__(self) -> str:
-        if self.capability is None:
-            return self.device
-        return f"{self.device} with compute capability {self.capability[0]}.{self.capability[1]}"
-
-
-@cache
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cudnn_version() -> str | None:
-    """Version of the cuDNN that loads in this process, "9.10.2"."""
-    number = torch.backends.cudnn.version()
-    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def at_least(version: str | None, minimum: str) -> bool:
-    """Whether ``version`` is known and not older than ``minimum``."""
-    try:
-        return version is not None and Version(version).release >= Version(minimum).release
-    except InvalidVersion:
-        return False
-
-
 # ------------------------------------------------------------------------------------------------------ backends
 @dataclass
 class PreparedWeight:
-    """A weight in one backend's own layout. Only the backend of that name may multiply with it."""
+    """A weight in the layout of the backend of that name; another would compute wrong numbers without an error."""
 
     backend: str
+
+    def check_owner(self, backend: Fp4GemmBackend) -> None:
+        """Raise ValueError unless the weight was prepared for ``backend``."""
+        if self.backend != backend.name:
+            raise ValueError(f"the weight was prepared for backend {self.backend}, not for {backend.name}")
 
     @property
     def nbytes(self) -> int:
@@ -184,9 +119,8 @@ def backends() -> dict[str, type[Fp4GemmBackend]]:
     _load_backends()
     ours = [member.value for member in Fp4GemmRunnerBackend]
     names = [name for name, backend in _names.items() if name == backend.name]
-    return {
-        name: _names[name] for name in sorted(names, key=lambda name: ours.index(name) if name in ours else len(ours))
-    }
+    names.sort(key=lambda name: ours.index(name) if name in ours else len(ours))
+    return {name: _names[name] for name in names}
 
 
 def candidates(target: Target) -> list[type[Fp4GemmBackend]]:

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from sglang.srt.errors import StartupError
-from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target, at_least
+from sglang.srt.layers.quantization.fp4_target import Target, at_least
+from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
 from sglang.srt.layers.quantization.nvfp4 import NvFp4Weight
 from sglang.srt.layers.quantization.nvfp4_utils import shuffle_rows, swizzle_scale
 
@@ -60,7 +61,6 @@ class FlashInferWeight(PreparedWeight):
     scale: torch.Tensor
     source: NvFp4Weight
     alpha: torch.Tensor | None
-    out_features: int
 
 
 class FlashInferBackend(Fp4GemmBackend):
@@ -68,13 +68,13 @@ class FlashInferBackend(Fp4GemmBackend):
 
     Attributes:
         capabilities: devices whose kernels FlashInfer ships.
-        library_name: what ``mm_fp4`` calls the backend.
+        flashinfer_name: what ``mm_fp4`` calls the backend.
         out_dtypes: output dtypes of its kernels.
         shuffled: whether weight rows are in trtllm's order.
     """
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(MINIMUM_CUDA)
-    library_name: ClassVar[str]
+    flashinfer_name: ClassVar[str]
     out_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     shuffled: ClassVar[bool] = False
 
@@ -113,11 +113,10 @@ class FlashInferBackend(Fp4GemmBackend):
         if self.shuffled:
             packed, scale = shuffle_rows(packed), shuffle_rows(scale)
         alpha = None if weight.input_scale is None else (weight.global_scales * weight.input_scale).reshape(1)
-        return FlashInferWeight(
-            self.name, packed.contiguous(), swizzle_scale(scale), weight.without_codes(), alpha, weight.out_features
-        )
+        return FlashInferWeight(self.name, packed.contiguous(), swizzle_scale(scale), weight.without_codes(), alpha)
 
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        weight.check_owner(self)
         assert isinstance(weight, FlashInferWeight)
         flashinfer = _flashinfer()
         source = weight.source
@@ -137,7 +136,7 @@ class FlashInferBackend(Fp4GemmBackend):
             weight.scale.T,
             alpha,
             source.dtype,
-            backend=self.library_name,
+            backend=self.flashinfer_name,
         )
         return y if bias is None else y + bias
 
@@ -145,7 +144,7 @@ class FlashInferBackend(Fp4GemmBackend):
 class CudnnBackend(FlashInferBackend):
     name = "cudnn"
     aliases = ("flashinfer_cudnn",)
-    library_name = "cudnn"
+    flashinfer_name = "cudnn"
     in_multiple = 32
     out_multiple = 32
 
@@ -161,7 +160,7 @@ class CudnnBackend(FlashInferBackend):
 class CutlassBackend(FlashInferBackend):
     name = "cutlass"
     aliases = ("flashinfer_cutlass",)
-    library_name = "cutlass"
+    flashinfer_name = "cutlass"
     in_multiple = 32
     out_multiple = 32
 
@@ -169,7 +168,7 @@ class CutlassBackend(FlashInferBackend):
 class CuteDslBackend(FlashInferBackend):
     name = "cutedsl"
     aliases = ("flashinfer_cutedsl", "cute-dsl", "cute_dsl")
-    library_name = "cute-dsl"
+    flashinfer_name = "cute-dsl"
     capabilities = ((10, 0), (10, 3))
     in_multiple = 32
     out_multiple = 32
@@ -182,7 +181,7 @@ class CuteDslBackend(FlashInferBackend):
 class TrtllmBackend(FlashInferBackend):
     name = "trtllm"
     aliases = ("flashinfer_trtllm",)
-    library_name = "trtllm"
+    flashinfer_name = "trtllm"
     capabilities = ((10, 0), (10, 3))
     out_dtypes = (torch.bfloat16,)
     in_multiple = 64

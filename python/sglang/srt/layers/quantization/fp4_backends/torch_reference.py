@@ -75,6 +75,7 @@ class TorchBackend(Fp4GemmBackend):
         return TorchWeight(self.name, linear, weight.without_codes(), weight.column_scale())
 
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        weight.check_owner(self)
         assert isinstance(weight, TorchWeight)
         source, scale = weight.source, weight.column_scale
         if source.activation is not Activation.NONE:

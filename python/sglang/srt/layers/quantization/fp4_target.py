@@ -1,0 +1,78 @@
+"""What a backend's answer may depend on: the machine, and optionally one layer on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine, and optionally one linear layer on it: everything that a backend's answer may depend on.
+
+    ``capability`` is the compute capability as (major, minor), None off CUDA. Versions are None where the package is
+    absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with). ``weight_only`` None and
+    sizes 0 mean: no layer in particular.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    cuda: str | None = None
+    flashinfer: str | None = None
+    cudnn: str | None = None
+    cudnn_frontend: str | None = None
+    cutlass_dsl: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    in_features: int = 0
+    out_features: int = 0
+    weight_only: bool | None = None
+
+    @staticmethod
+    def current(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Target:
+        """The machine this process runs on."""
+        device = torch.device(device)
+        if device.type != "cuda":
+            return Target(device=device.type, dtype=dtype, flashinfer=_installed("flashinfer-python"))
+        return Target(
+            device="cuda",
+            capability=torch.cuda.get_device_capability(device),
+            cuda=torch.version.cuda,
+            flashinfer=_installed("flashinfer-python"),
+            cudnn=_cudnn_version(),
+            cudnn_frontend=_installed("nvidia-cudnn-frontend"),
+            cutlass_dsl=_installed("nvidia-cutlass-dsl"),
+            dtype=dtype,
+        )
+
+    def for_layer(self, in_features: int, out_features: int, weight_only: bool, dtype: torch.dtype) -> Target:
+        return replace(self, in_features=in_features, out_features=out_features, weight_only=weight_only, dtype=dtype)
+
+    def __str__(self) -> str:
+        capability = self.capability
+        return self.device + (f" with compute capability {capability[0]}.{capability[1]}" if capability else "")
+
+
+@cache
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn_version() -> str | None:
+    """Version of the cuDNN that loads in this process, "9.10.2"."""
+    number = torch.backends.cudnn.version()
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def at_least(version: str | None, minimum: str) -> bool:
+    """Whether ``version`` is known and not older than ``minimum``."""
+    try:
+        return version is not None and Version(version).release >= Version(minimum).release
+    except InvalidVersion:
+        return False
