@@ -71,7 +71,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
     def choose(backend: str) -> Any:
         emulator = import_file(emulator_file).Emulator()
-        gpu = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.3")
+        gpu = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
         monkeypatch.setattr(flashinfer, "_flashinfer", lambda: emulator)
         monkeypatch.setattr(Target, "current", staticmethod(lambda *_: gpu))
         monkeypatch.setattr(fp4_utils, "_resolution", fp4_utils.resolve_fp4_gemm_backend(backend, None, gpu))

@@ -76,7 +76,7 @@ def test_f5_zero_rows(bias: bool, backend: str, written: Written, blackwell: Bla
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_f7_sm120_takes_only_what_has_kernels_there(backend: str) -> None:
     """Selection only; that a product of zeros is caught needs the device."""
-    consumer = Target("cuda", (12, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.3")
+    consumer = Target("cuda", (12, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
     assert resolve_fp4_gemm_backend("auto", None, consumer).name == "cutlass"
     if backend in ("cutlass", "cudnn"):
         assert resolve_fp4_gemm_backend(backend, None, consumer).name == backend

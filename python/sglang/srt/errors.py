@@ -22,6 +22,38 @@ class CheckpointError(StartupError):
     """A model folder can't be loaded exactly; the text names the file or tensor."""
 
 
+class Fp4GemmError(RuntimeError):
+    """A kernel library failed on an NVFP4 weight or product; whatever it raised is the ``__cause__``.
+
+    Args:
+        backend: name of the FP4 GEMM backend.
+        rows, out_features, in_features: M, N and K as the kernel got them; ``rows`` None while a weight is prepared.
+        dtype: of inputs and outputs.
+        cause: what was raised.
+        hint: what this backend needs that may be missing, as a sentence.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        rows: int | None,
+        out_features: int,
+        in_features: int,
+        dtype: object,
+        cause: Exception,
+        hint: str = "",
+    ) -> None:
+        doing = "preparing a weight" if rows is None else f"M={rows}"
+        text = str(cause).strip() or "no message"
+        super().__init__(
+            f"FP4 GEMM backend {backend} failed at {doing}, N={out_features}, K={in_features}, {dtype}: "
+            f"{type(cause).__name__}: {text}. {hint}{' ' if hint else ''}"
+            f"Run `python -m sglang.verify_fp4 --backend {backend}` to check it by itself; "
+            "--fp4-gemm-backend auto, or another name, serves without it."
+        )
+        self.backend = backend
+
+
 class RequestError(ValueError):
     """A request can't be served as written (HTTP 400).
 

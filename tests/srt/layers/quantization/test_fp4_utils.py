@@ -20,7 +20,8 @@ from sglang.srt.layers.quantization.fp4_utils import (
 )
 
 VARIABLE = "SGLANG_FLASHINFER_FP4_GEMM_BACKEND"
-B200 = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.3")
+B200 = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
+NEWEST = Target("cuda", (10, 0), "13.0", "0.7.4", "9.23.1", "1.32.0", "4.8.0")
 CPU = Target("cpu")
 
 
@@ -45,6 +46,7 @@ PRECEDENCE = [
     ("cutlass", "flashinfer_CUTLASS", "cutlass", "--fp4-gemm-backend", 0),
     ("flashinfer_cutlass", "cutlass", "cutlass", "--fp4-gemm-backend", 0),
     ("Cute-DSL", None, "cutedsl", "--fp4-gemm-backend", 0),
+    ("flashinfer_trtllm", None, "trtllm", "--fp4-gemm-backend", 0),
 ]
 
 
@@ -93,17 +95,18 @@ ON_ALL = {  # capability -> (what auto takes with everything installed, backends
     (8, 9): ("torch", {"torch"}),
     (9, 0): ("torch", {"torch"}),
     (10, 0): ("cutedsl", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
-    (10, 3): ("cutlass", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
+    (10, 3): ("cutedsl", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
+    (10, 7): ("cudnn", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
     (11, 0): ("cutlass", {"torch", "cudnn", "cutlass"}),
-    (12, 0): ("cutlass", {"torch", "cudnn", "cutlass"}),
-    (12, 1): ("cutlass", {"torch", "cudnn", "cutlass"}),
+    (12, 0): ("b12x", {"torch", "cudnn", "cutlass", "cutedsl", "b12x"}),
+    (12, 1): ("cutlass", {"torch", "cudnn", "cutlass", "cutedsl", "b12x"}),
     (13, 0): ("torch", {"torch"}),
 }
 
 
 @pytest.mark.parametrize("capability", list(ON_ALL), ids=str)
 def test_devices(capability: tuple[int, int] | None) -> None:
-    target = replace(B200, capability=capability) if capability else CPU
+    target = replace(NEWEST, capability=capability) if capability else CPU
     chosen, runnable = ON_ALL[capability]
     resolution = resolve_fp4_gemm_backend("auto", None, target)
     assert resolution.name == chosen
@@ -116,9 +119,9 @@ def test_devices(capability: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(
     ("change", "backend", "words", "auto"),
     [
-        ({"flashinfer": None}, "cutlass", "needs FlashInfer: pip install", "torch"),
+        ({"flashinfer": None}, "cutlass", "needs FlashInfer, which is not installed", "torch"),
         ({"flashinfer": "0.5.3"}, "cutlass", "0.6.13 or newer, 0.5.3 is installed", "torch"),
-        ({"flashinfer": "0.7.4"}, "cutlass", None, "cutedsl"),
+        ({"flashinfer": "0.6.17"}, "cutlass", None, "cutedsl"),
         ({"flashinfer": "nightly"}, "cutlass", "nightly is installed", "torch"),
         ({"cudnn": "9.7.1"}, "cudnn", "cuDNN 9.10.2 or newer, 9.7.1 is loaded", "cutedsl"),
         ({"cudnn": None}, "cudnn", "none is loaded", "cutedsl"),
@@ -144,7 +147,7 @@ def test_reasons(change: dict[str, object], backend: str, words: str | None, aut
 
 
 def test_cuda_version_per_device() -> None:
-    for capability, minimum in (((10, 3), "12.9"), ((11, 0), "13.0"), ((12, 1), "12.9")):
+    for capability, minimum in (((10, 3), "12.9"), ((11, 0), "13.0"), ((12, 0), "12.9"), ((12, 1), "12.9")):
         target = replace(B200, capability=capability, cuda="12.8")
         assert f"CUDA {minimum} or newer" in resolve_fp4_gemm_backend("auto", None, target).reasons["cutlass"]
 
@@ -152,7 +155,7 @@ def test_cuda_version_per_device() -> None:
 def test_resolution_reads_as_one_line() -> None:
     text = str(resolve_fp4_gemm_backend("auto", None, CPU))
     assert text.startswith("FP4 GEMM backend: torch (requested: auto). Not here: ")
-    assert "\n" not in text and "cudnn, cutlass, cutedsl, trtllm: needs a CUDA GPU" in text
+    assert "\n" not in text and "cudnn, cutlass, cutedsl, trtllm, b12x: needs a CUDA GPU" in text
 
 
 # ------------------------------------------------------------------------------------------------ public names
@@ -194,7 +197,7 @@ def test_the_order_does_not_depend_on_what_was_imported_first(first: str) -> Non
         "from sglang.srt.layers.quantization.fp4_utils import backends; print(*backends())"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
-    assert result.stdout.split() == ["cudnn", "cutlass", "cutedsl", "trtllm", "torch"]
+    assert result.stdout.split() == ["cudnn", "cutlass", "cutedsl", "trtllm", "b12x", "torch"]
 
 
 def test_a_taken_name_is_an_error_and_a_new_one_registers() -> None:

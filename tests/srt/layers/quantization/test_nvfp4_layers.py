@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.errors import CheckpointError, StartupError
+from sglang.srt.errors import CheckpointError, Fp4GemmError, StartupError
 from sglang.srt.layers.quantization import fp4_utils, nvfp4
 from sglang.srt.layers.quantization.fp4_backends import flashinfer as flashinfer_backends
 from sglang.srt.layers.quantization.fp4_utils import Target, backends
@@ -90,7 +90,7 @@ def test_w4a4(
 ) -> None:
     parts, k, scales, m = case
     chosen = backends()[backend]
-    target = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.3", dtype)
+    target = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0", dtype)
     reason = chosen.unsupported_reason(target)
     if reason is not None:
         pytest.skip(reason)
@@ -127,7 +127,7 @@ def test_unswizzled_unshuffled_and_unpadded_weights_are_caught(
         patch.setattr(flashinfer_backends, "shuffle_rows", lambda rows: rows)
         y = NvFp4Linear(weight, backends()["trtllm"]())(x)
         assert relative_error(y, exact(weight, x, None)) > 0.1
-    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+    with monkeypatch.context() as patch, pytest.raises(Fp4GemmError):
         patch.setattr(backends()["cutlass"], "in_multiple", 16)
         narrow = make_weight([256], 48, [0.01], Activation.STATIC, torch.bfloat16)
         NvFp4Linear(narrow, backends()["cutlass"]())(x[:, :48])
@@ -243,7 +243,7 @@ def test_k_must_be_a_multiple_of_16() -> None:
 
 def test_explicit_backend_that_cannot_take_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """W4A16 on a backend that only multiplies FP4 with FP4: an error if named, another backend for auto."""
-    gpu = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.3")
+    gpu = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
     layer = gpu.for_layer(64, 32, weight_only=True, dtype=torch.bfloat16)
     monkeypatch.setattr(fp4_utils, "_resolution", fp4_utils.resolve_fp4_gemm_backend("cutlass", None, gpu))
     with pytest.raises(StartupError, match=r"layer a \(N=32, K=64\): --fp4-gemm-backend cutlass .*weight-only"):

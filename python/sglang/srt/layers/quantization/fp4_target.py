@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from packaging.version import InvalidVersion, Version
@@ -15,7 +20,8 @@ class Target:
     """A machine, and optionally one linear layer on it: everything that a backend's answer may depend on.
 
     ``capability`` is the compute capability as (major, minor), None off CUDA. Versions are None where the package is
-    absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with). ``weight_only`` None and
+    absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with, ``nvcc`` the release of the
+    compiler that FlashInfer would call). ``prebuilt``: FlashInfer's kernels need no compiler. ``weight_only`` None and
     sizes 0 mean: no layer in particular.
     """
 
@@ -30,6 +36,10 @@ class Target:
     in_features: int = 0
     out_features: int = 0
     weight_only: bool | None = None
+    flashinfer_cubin: str | None = None
+    flashinfer_jit_cache: str | None = None
+    nvcc: str | None = None
+    prebuilt: bool = True
 
     @staticmethod
     def current(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Target:
@@ -37,6 +47,7 @@ class Target:
         device = torch.device(device)
         if device.type != "cuda":
             return Target(device=device.type, dtype=dtype, flashinfer=_installed("flashinfer-python"))
+        unchecked = bool(os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"))
         return Target(
             device="cuda",
             capability=torch.cuda.get_device_capability(device),
@@ -46,6 +57,10 @@ class Target:
             cudnn_frontend=_installed("nvidia-cudnn-frontend"),
             cutlass_dsl=_installed("nvidia-cutlass-dsl"),
             dtype=dtype,
+            flashinfer_cubin=None if unchecked else _installed("flashinfer-cubin"),
+            flashinfer_jit_cache=None if unchecked else _installed("flashinfer-jit-cache"),
+            nvcc=_nvcc_version(),
+            prebuilt=_installed("flashinfer-jit-cache") is not None or _compiled_before(),
         )
 
     def for_layer(self, in_features: int, out_features: int, weight_only: bool, dtype: torch.dtype) -> Target:
@@ -68,6 +83,27 @@ def _cudnn_version() -> str | None:
     """Version of the cuDNN that loads in this process, "9.10.2"."""
     number = torch.backends.cudnn.version()
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+@cache
+def _nvcc_version() -> str | None:
+    """Release of the nvcc that FlashInfer calls, "13.0"; None if there is none where it looks."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    release = re.search(r"release (\d+\.\d+),", text)
+    return release[1] if release else None
+
+
+@cache
+def _compiled_before() -> bool:
+    """Whether FlashInfer's cache holds its quantiser, which every W4A4 product needs, for the installed version."""
+    folder = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", str(Path.home()))) / ".cache" / "flashinfer"
+    version = _installed("flashinfer-python")
+    return version is not None and any(folder.glob(f"{version}/*/cached_ops/fp4_quantization_*/*.so"))
 
 
 def at_least(version: str | None, minimum: str) -> bool:

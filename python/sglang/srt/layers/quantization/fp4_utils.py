@@ -11,10 +11,12 @@ import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -51,6 +53,13 @@ class PreparedWeight:
         if self.backend != backend.name:
             raise ValueError(f"the weight was prepared for backend {self.backend}, not for {backend.name}")
 
+    def shared_with(self, backend: Fp4GemmBackend) -> PreparedWeight | None:
+        """The same tensors as a weight of ``backend``; None where that has another layout."""
+        other = type(backend)
+        own = backends()[self.backend]
+        multiples = (own.in_multiple, own.out_multiple) == (other.in_multiple, other.out_multiple)
+        return replace(self, backend=other.name) if own.layout == other.layout and multiples else None
+
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
@@ -65,6 +74,8 @@ class Fp4GemmBackend(ABC):
         in_multiple, out_multiple: K and N are padded with zeros to multiples of these before ``prepare``.
         per_column_scale: whether one call can apply a global scale per output column. Without it, a fused layer
             whose parts have different global scales is multiplied part by part.
+        layout: backends with the same one read the same prepared bytes. Empty: the backend's name.
+        variant: which of its kernels an instance uses; empty: its own default. See :meth:`variants`.
     """
 
     name: ClassVar[str]
@@ -72,10 +83,13 @@ class Fp4GemmBackend(ABC):
     in_multiple: ClassVar[int] = 16
     out_multiple: ClassVar[int] = 1
     per_column_scale: ClassVar[bool] = False
+    layout: ClassVar[str] = ""
+    variant: str = ""
 
     def __init_subclass__(cls) -> None:
         if getattr(cls, "name", None) is None:  # a base of several backends
             return
+        cls.layout = cls.layout or cls.name
         for name in (cls.name, *cls.aliases):
             other = _names.get(name)
             if name == "auto" or other is not None:
@@ -91,6 +105,31 @@ class Fp4GemmBackend(ABC):
     @abstractmethod
     def unsupported_reason(cls, target: Target) -> str | None:
         """Why this backend can't run there, as a sentence without its subject; None if it can."""
+
+    @classmethod
+    def fix(cls, target: Target) -> str | None:
+        """The command that would remove what :meth:`unsupported_reason` says; None where no command does."""
+        return None
+
+    @classmethod
+    def variants(cls, target: Target) -> tuple[Fp4GemmBackend, ...]:
+        """Instances worth timing for the layer of ``target``, the default one first. They share prepared weights."""
+        return (cls(),)
+
+    @classmethod
+    def tuning(cls, cache: Path | None, measure: bool) -> AbstractContextManager[object]:
+        """Entered around products during which a library underneath may choose among its own kernels.
+
+        Args:
+            cache: file of our own measurements; the library's lie beside it, under another name. None: keep nothing.
+            measure: time them where nothing is known. False: take what ``cache`` has; it stays in force afterwards.
+        """
+        return nullcontext()
+
+    @property
+    def label(self) -> str:
+        """Name and variant, "w4a16/split4"."""
+        return f"{self.name}/{self.variant}" if self.variant else self.name
 
     @abstractmethod
     def prepare(self, weight: NvFp4Weight) -> PreparedWeight:
@@ -226,6 +265,7 @@ class Fp4GemmRunnerBackend(Enum):
     CUTLASS = "cutlass"
     CUTEDSL = "cutedsl"
     TRTLLM = "trtllm"
+    B12X = "b12x"
     W4A16 = "w4a16"
     CPU = "cpu"
     TORCH = "torch"
@@ -246,8 +286,11 @@ class Fp4GemmRunnerBackend(Enum):
     def is_trtllm(self) -> bool:
         return self is Fp4GemmRunnerBackend.TRTLLM
 
+    def is_b12x(self) -> bool:
+        return self is Fp4GemmRunnerBackend.B12X
+
     def is_flashinfer(self) -> bool:
-        return self.is_cudnn() or self.is_cutlass() or self.is_cutedsl() or self.is_trtllm()
+        return self.is_cudnn() or self.is_cutlass() or self.is_cutedsl() or self.is_trtllm() or self.is_b12x()
 
     # SGLang's later spelling of the same questions.
     is_flashinfer_cudnn = is_cudnn
