@@ -9,8 +9,10 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.fp4_backends.flashinfer import AUTO_TABLE
 from sglang.srt.layers.quantization.fp4_utils import (
     Target,
     backends,
@@ -31,15 +33,39 @@ _GPUS = {
     (9, 0): "H100, H200",
     (10, 0): "B200",
     (10, 3): "B300",
+    (10, 7): "VR200",
     (11, 0): "Jetson Thor",
     (12, 0): "RTX 50, RTX PRO 6000",
     (12, 1): "DGX Spark",
 }
 _COMPLETE = Target(
-    device="cuda", cuda="13.0", flashinfer="0.7.4", cudnn="9.23.1", cudnn_frontend="1.18.0", cutlass_dsl="4.4.0"
+    device="cuda",
+    cuda="13.0",
+    nvcc="13.0",
+    flashinfer="0.7.4",
+    cudnn="9.23.1",
+    cudnn_frontend="1.32.0",
+    cutlass_dsl="4.8.0",
 )
+# What may be missing on a machine that is complete otherwise.
+_GAPS: tuple[dict[str, Any], ...] = (
+    {"flashinfer": None},
+    {"flashinfer": "0.6.12"},
+    {"cuda": "12.6"},
+    {"nvcc": None, "prebuilt": False},
+    {"nvcc": "12.6", "prebuilt": False},
+    {"cudnn": None},
+    {"cudnn_frontend": None},
+    {"cutlass_dsl": None},
+)
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
 TARGETS: dict[str, Target] = {
-    **{f"{major}.{minor}": replace(_COMPLETE, capability=(major, minor)) for major, minor in _GPUS},
+    **{_version(capability): replace(_COMPLETE, capability=capability) for capability in _GPUS},
     "CPU": Target(device="cpu", flashinfer="0.7.4"),
 }
 
@@ -135,17 +161,49 @@ def supported_hardware() -> str:
         cells = [cell(name, target) for name in names]
         rows.append([device, example, *cells, chosen(target, False), chosen(target, True)])
     header = ["Compute capability", "For example", *(f"`{name}`" for name in names)]
+    order = [
+        [
+            _version(row.capability),
+            row.condition or "any",
+            ", ".join(f"`{n}`" for n in row.order),
+            row.reason,
+            row.source,
+        ]
+        for row in AUTO_TABLE
+    ]
     return (
         _HEADER
         + "# Supported hardware\n\nWhich `--fp4-gemm-backend` multiplies NVFP4 weights on which device, and which one "
         + f"`auto` takes there. Assumed: FlashInfer {_COMPLETE.flashinfer}, CUDA {_COMPLETE.cuda}, cuDNN "
         + f"{_COMPLETE.cudnn}, nvidia-cudnn-frontend {_COMPLETE.cudnn_frontend}, nvidia-cutlass-dsl "
         + f"{_COMPLETE.cutlass_dsl}, bfloat16 activations. Where W4A4 and weight-only layers differ, a cell says "
-        + "W4A4 / weight-only. `python -m sglang.check_env` says the same for the machine it runs on.\n\n"
+        + "W4A4 / weight-only. `python -m sglang.check_env` says the same for the machine it runs on, and "
+        + "`python -m sglang.verify_fp4` whether what runs computes the right thing ([verifying.md](verifying.md)).\n\n"
         + _table([*header, "`auto`, W4A4", "`auto`, weight-only"], rows)
         + "\n"
         + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+        + "\n## The order of `auto` on Blackwell\n\nThe first row whose versions (these or newer) fit counts; a "
+        + "backend that can't run is passed over.\n\n"
+        + _table(["Compute capability", "Versions", "Order", "Why", "Source"], order)
+        + "\n## What is missing, and the command for it\n\nWhat a backend answers on a device that it supports where "
+        + "one thing is missing or old. `check_env` prints the command that fits the machine.\n\n"
+        + _table(["Backend", "Answer", "Command"], _fixes())
     )
+
+
+def _fixes() -> list[list[str]]:
+    """Answer and command of every backend to every gap, on the first device that it runs on."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, backend in backends().items():
+        running = (t for t in TARGETS.values() if t.capability and backend.unsupported_reason(t) is None)
+        complete = next(running, None)
+        for gap in _GAPS if complete is not None else ():
+            target = replace(complete, **gap)
+            reason = backend.unsupported_reason(target)
+            if reason is not None:
+                command = backend.fix(target)
+                found.setdefault((reason, f"`{command}`" if command else "none"), []).append(f"`{name}`")
+    return [[", ".join(names), reason, command] for (reason, command), names in found.items()]
 
 
 PAGES = {

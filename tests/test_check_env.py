@@ -1,6 +1,8 @@
 import json
+import os
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,6 +12,7 @@ from sglang import check_env
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError
 from sglang.srt.layers.quantization.fp4_utils import Target, backends, candidates
+from sglang.srt.utils import versions
 
 VARIABLE = envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.name
 B200 = Target(
@@ -18,8 +21,9 @@ B200 = Target(
     cuda="13.0",
     flashinfer="0.7.4",
     cudnn="9.23.1",
-    cudnn_frontend="1.18.0",
-    cutlass_dsl="4.4.0",
+    cudnn_frontend="1.32.0",
+    cutlass_dsl="4.8.0",
+    nvcc="13.0",
 )
 
 
@@ -42,7 +46,10 @@ def as_text(report: dict, width: int = 100) -> str:
 def test_json_has_everything(capsys):
     report = as_json(capsys)
     assert report["versions"]["sglang-nvfp4"] == sglang.__version__
-    assert {"torch", "python", "transformers", "flashinfer-python", "NVIDIA driver"} <= set(report["versions"])
+    assert {"torch", "python", "NVIDIA driver", "nvcc (for FlashInfer)"} <= set(report["versions"])
+    assert set(versions.DISTRIBUTIONS) <= set(report["versions"])
+    assert {"flashinfer-cubin", "apache-tvm-ffi", "nvidia-cuda-nvrtc", "cuda-core", "triton"} <= set(report["versions"])
+    assert report["versions"]["msgspec"] is not None
     cpu = report["devices"][-1]
     assert (cpu["device"], cpu["capability"]) == ("cpu", None)
     assert 0 < cpu["memory_available"] <= cpu["memory_total"]
@@ -104,13 +111,60 @@ def test_a_reason_with_brackets_is_shown_as_it_is():
     assert "'sglang-nvfp4[cuda13]'" in as_text(report, width=240)
 
 
+def test_a_fix_is_shown_beside_the_reason():
+    report = check_env.collect("cpu", "auto")
+    assert "To have" not in as_text(report)
+    report["fp4_gemm"] = check_env.fp4_report(replace(B200, cutlass_dsl=None), "auto", None)
+    fixes = {backend["name"]: backend["fix"] for backend in report["fp4_gemm"]["backends"]}
+    assert fixes["cutedsl"] == "pip install 'nvidia-cutlass-dsl>=4.8.0'"
+    assert fixes["torch"] is None
+    assert fixes["cutlass"] is None  # no command makes it weight-only
+    text = as_text(report, width=240)
+    assert "To have cutedsl: pip install 'nvidia-cutlass-dsl>=4.8.0'" in text
+    assert text.count("To have") == 1
+    bare = check_env.fp4_report(replace(B200, flashinfer=None), "auto", None)
+    assert next(b["fix"] for b in bare["backends"] if b["name"] == "cutlass") == "pip install 'sglang-nvfp4[cuda13]'"
+
+
+def test_state_of_the_cache_folder(monkeypatch, tmp_path):
+    folder = tmp_path / "later" / "cache"
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(folder))
+    report = check_env.collect("cpu", "auto")
+    assert report["cache"] == {"path": str(folder), "writable": True, "fp4_autotune_files": 0}
+    assert f"Cache folder: {folder}; files of measured FP4 GEMM choices: 0" in as_text(report, width=240)
+    assert not folder.exists()
+    measured = folder / check_env.AUTOTUNE_FOLDER
+    measured.mkdir(parents=True)
+    for name in ("a.json", "b.json", "b.json.lock"):
+        (measured / name).touch()
+    assert check_env.cache_report()["fp4_autotune_files"] == 2
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)  # root may write anywhere
+    report = check_env.collect("cpu", "auto")
+    assert report["cache"]["writable"] is False
+    assert "which can't be written" in as_text(report, width=240)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert check_env.cache_report()["writable"] is False
+
+
+def test_the_autotuner_keeps_its_files_where_they_are_counted(monkeypatch, tmp_path):
+    import torch
+
+    from sglang.srt.layers.quantization.fp4_autotune import Autotuner
+
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    with Autotuner("on", torch.device("cpu")).active(measure=True):
+        pass
+    assert check_env.cache_report()["fp4_autotune_files"] == 1
+
+
 def test_report_of_another_machine():
     report = check_env.fp4_report(B200, "auto", None)
     reasons = {backend["name"]: (backend["w4a4"], backend["weight_only"]) for backend in report["backends"]}
     assert reasons["cutlass"][0] is None
     assert reasons["cutlass"][1] is not None
     assert report["auto"]["w4a4"] == candidates(B200)[0].name
-    assert report["auto"]["weight_only"] != report["auto"]["w4a4"]
+    assert report["auto"]["weight_only"] != "cutlass"
     without = check_env.fp4_report(replace(B200, flashinfer=None), "cutlass", None)
     assert "FlashInfer" in without["error"]
     assert without["resolution"] is None
@@ -120,11 +174,11 @@ def test_driver_version(monkeypatch):
     class Done:
         stdout = "580.95.05\n580.95.05\n"
 
-    monkeypatch.setattr(check_env.subprocess, "run", lambda *args, **options: Done)
-    assert check_env.versions()["NVIDIA driver"] == "580.95.05"
+    monkeypatch.setattr(versions.subprocess, "run", lambda *args, **options: Done)
+    assert versions.versions()["NVIDIA driver"] == "580.95.05"
 
     def missing(*args, **options):
         raise FileNotFoundError("nvidia-smi")
 
-    monkeypatch.setattr(check_env.subprocess, "run", missing)
-    assert check_env.versions()["NVIDIA driver"] is None
+    monkeypatch.setattr(versions.subprocess, "run", missing)
+    assert versions.versions()["NVIDIA driver"] is None

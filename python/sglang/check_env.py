@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,54 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import sglang
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.layers.quantization.fp4_utils import (
     Target,
     backends,
     resolve_fp4_gemm_backend,
-    unsupported_reasons,
 )
 from sglang.srt.platforms import available_memory, device_capability, device_name, resolve_device, total_memory
 from sglang.srt.utils.cli import ArgumentParser, run_main
+from sglang.srt.utils.versions import versions
 
-_DISTRIBUTIONS = (
-    "transformers",
-    "flashinfer-python",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-frontend",
-    "nvidia-cutlass-dsl",
-)
-
-
-def versions() -> dict[str, str | None]:
-    """Version of everything that decides what runs here; None for what is absent."""
-    cudnn = torch.backends.cudnn.version()
-    found: dict[str, str | None] = {
-        "sglang-nvfp4": sglang.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA (of torch)": torch.version.cuda,
-        "NVIDIA driver": _driver_version(),
-        "cuDNN (loaded)": None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
-    }
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(output.split()), None)
+# Below SGLANG_CACHE_DIR.
+AUTOTUNE_FOLDER = "fp4_autotune"
 
 
 def devices() -> list[dict[str, Any]]:
@@ -84,25 +47,41 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
+def cache_report() -> dict[str, Any]:
+    """Where files that can be made again are kept: whether that folder can be written (or made), and how many files of
+    measured FP4 GEMM choices it has.
+
+    Raises:
+        ArgumentError: the variable that names the folder has a value that can't be used.
+    """
+    folder = envs.SGLANG_CACHE_DIR.get()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "path": str(folder),
+        "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        "fp4_autotune_files": sum(1 for _ in (folder / AUTOTUNE_FOLDER).glob("*.json")),
+    }
+
+
 def fp4_report(target: Target, flag: str, env_value: str | None) -> dict[str, Any]:
     """What each FP4 backend says about ``target``, and what is chosen there.
 
-    ``error`` is the text with which the server would refuse to start, None if it would start.
+    A backend's ``fix`` is the command that removes the first reason that a command can remove. ``error`` is the text
+    with which the server would refuse to start, None if it would start.
     """
-    w4a4 = unsupported_reasons(replace(target, weight_only=False))
-    weight_only = unsupported_reasons(replace(target, weight_only=True))
+    kinds = {"w4a4": replace(target, weight_only=False), "weight_only": replace(target, weight_only=True)}
+    entries = []
+    for name, backend in backends().items():
+        reasons = {kind: backend.unsupported_reason(on) for kind, on in kinds.items()}
+        fixes = [backend.fix(kinds[kind]) for kind, reason in reasons.items() if reason is not None]
+        fix = next((command for command in fixes if command is not None), None)
+        entries.append({"name": name, "aliases": list(backend.aliases), **reasons, "fix": fix})
     report: dict[str, Any] = {
         "target": str(target),
         "flag": flag,
         "environment": env_value,
-        "backends": [
-            {"name": name, "aliases": list(backend.aliases), "w4a4": w4a4[name], "weight_only": weight_only[name]}
-            for name, backend in backends().items()
-        ],
-        "auto": {
-            "w4a4": resolve_fp4_gemm_backend("auto", None, replace(target, weight_only=False)).name,
-            "weight_only": resolve_fp4_gemm_backend("auto", None, replace(target, weight_only=True)).name,
-        },
+        "backends": entries,
+        "auto": {kind: resolve_fp4_gemm_backend("auto", None, on).name for kind, on in kinds.items()},
         "resolution": None,
         "warnings": [],
         "error": None,
@@ -119,12 +98,13 @@ def collect(device: str | None, flag: str) -> dict[str, Any]:
     """The whole report as JSON-compatible values.
 
     Raises:
-        ArgumentError: there is no such device.
+        ArgumentError: there is no such device, or an environment variable has a value that can't be used.
     """
     target = Target.current(resolve_device(device))
     return {
-        "versions": versions(),
+        "versions": versions() | {"nvcc (for FlashInfer)": target.nvcc},
         "devices": devices(),
+        "cache": cache_report(),
         "fp4_gemm": fp4_report(target, flag, envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.get()),
     }
 
@@ -143,6 +123,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         table.add_row(device["device"], escape(device["name"]), capability, f"{total:.1f} ({free:.1f})")
     console.print(table)
 
+    cache = report["cache"]
+    state = "" if cache["writable"] else ", which can't be written"
+    text = f"Cache folder: {cache['path']}{state}; files of measured FP4 GEMM choices: {cache['fp4_autotune_files']}"
+    console.print(text, markup=False, soft_wrap=True)
+
     fp4 = report["fp4_gemm"]
     title = f"FP4 GEMM backends on {fp4['target']}"
     table = Table("--fp4-gemm-backend", "W4A4", "weight-only", title=title, title_justify="left")
@@ -154,6 +139,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("auto takes", fp4["auto"]["w4a4"], fp4["auto"]["weight_only"])
     console.print(table)
+    for backend in fp4["backends"]:
+        if backend["fix"]:
+            console.print(f"To have {backend['name']}: {backend['fix']}", markup=False, soft_wrap=True)
     for warning in fp4["warnings"]:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if fp4["resolution"]:

@@ -1,208 +1,30 @@
-"""NVFP4 linear layers: the one place that knows parameters, fused parts, padding and tensor-parallel shards.
+"""NVFP4 layers loaded from checkpoints: parameters, what their values may be, and the product that replaces them.
 
-Checkpoint dialects are adapters of names (:class:`TensorNames`); backends see a padded :class:`NvFp4Weight`.
+Checkpoint dialects are adapters of names (:class:`TensorNames`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
-from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target, backend_for_layer
-from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE, nvfp4_global_scale
+from sglang.srt.layers.quantization.fp4_autotune import backends_for
+from sglang.srt.layers.quantization.fp4_utils import Target
+from sglang.srt.layers.quantization.nvfp4_linear import Activation as Activation  # importers take them from here
+from sglang.srt.layers.quantization.nvfp4_linear import NvFp4Linear as NvFp4Linear
+from sglang.srt.layers.quantization.nvfp4_linear import NvFp4Weight as NvFp4Weight
+from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
+
+logger = logging.getLogger(__name__)
 
 _FLOAT32 = torch.finfo(torch.float32)
-
-
-class Activation(Enum):
-    """How the input of a layer is treated: kept (W4A16), quantised with the checkpoint's scale, or with a scale
-    computed from each call's input (W4A4)."""
-
-    NONE = "none"
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-
-
-@dataclass(frozen=True)
-class NvFp4Weight:
-    """One linear layer's weight, in the multiply convention: value = e2m1 * e4m3 * global scale of its part.
-
-    Attributes:
-        packed: uint8 [N, K / 2].
-        scale: float8_e4m3fn [N, K / 16].
-        global_scales: float32 [parts].
-        part_sizes: rows of each part; they sum to N.
-        activation: what happens to the input.
-        input_scale, input_scale_inv: float32 scalars (STATIC), the multiplier and what the quantiser takes. Both are
-            kept since a checkpoint stores either, and one is not the exact reciprocal of the other.
-        dtype: of inputs and outputs.
-        pre_quant_scale: float32 [parts, K]; the input of each part is multiplied by it first (NVFP4_AWQ).
-        input_ranks: the ranks that hold the columns of one input among them, and so share its scale (DYNAMIC).
-    """
-
-    packed: torch.Tensor
-    scale: torch.Tensor
-    global_scales: torch.Tensor
-    part_sizes: tuple[int, ...]
-    activation: Activation
-    dtype: torch.dtype
-    input_scale: torch.Tensor | None = None
-    input_scale_inv: torch.Tensor | None = None
-    pre_quant_scale: torch.Tensor | None = None
-    input_ranks: TensorParallelGroup = SINGLE
-
-    def check(self) -> None:
-        """Raises:
-        ValueError: an attribute is not what this class says; the text names it.
-        """
-        rows, blocks, parts = self.packed.shape[0], self.scale.shape[-1], len(self.part_sizes)
-        if sum(self.part_sizes) != rows:
-            raise ValueError(f"part_sizes: expected a sum of {rows}, got {self.part_sizes}")
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "packed": (torch.uint8, (rows, blocks * BLOCK_SIZE // 2)),
-            "scale": (torch.float8_e4m3fn, (rows, blocks)),
-            "global_scales": (torch.float32, (parts,)),
-        }
-        if self.activation is Activation.STATIC:
-            expected |= {"input_scale": (torch.float32, ()), "input_scale_inv": (torch.float32, ())}
-        if self.pre_quant_scale is not None:
-            expected["pre_quant_scale"] = (torch.float32, (parts, self.in_features))
-        for name, (dtype, shape) in expected.items():
-            value: torch.Tensor | None = getattr(self, name)
-            if value is None or value.dtype != dtype or tuple(value.shape) != shape:
-                found = "None" if value is None else f"{value.dtype} {list(value.shape)}"
-                raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {found}")
-
-    @property
-    def out_features(self) -> int:
-        return self.scale.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.scale.shape[1] * BLOCK_SIZE
-
-    def column_scale(self) -> torch.Tensor:
-        """The global scale of every output column: float32 [N]."""
-        sizes = torch.tensor(self.part_sizes, device=self.global_scales.device)
-        return torch.repeat_interleave(self.global_scales, sizes)
-
-    def activation_scales(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Multiplier and reciprocal for quantising ``x``: float32 scalars on its device."""
-        if self.activation is Activation.DYNAMIC:
-            scale = nvfp4_global_scale(self.input_ranks.all_reduce_max(x.abs().amax()))
-            return scale, 1.0 / scale
-        assert self.input_scale is not None and self.input_scale_inv is not None
-        return self.input_scale, self.input_scale_inv
-
-    def without_codes(self) -> NvFp4Weight:
-        """Everything but the codes and block scales, for backends that keep those in a layout of their own."""
-        # Not views: those would keep the whole storage.
-        return replace(self, packed=self.packed[:0].clone(), scale=self.scale[:0].clone())
-
-    def segments(self, per_column_scale: bool) -> list[NvFp4Weight]:
-        """Runs of neighbouring parts that one product can take: they share their ``pre_quant_scale`` and, unless the
-        backend takes one per column, their global scale (of which the result then has a single one)."""
-        scales = self.global_scales.tolist()
-        pre = self.pre_quant_scale
-
-        def joined(a: int, b: int) -> bool:
-            same_input = pre is None or torch.equal(pre[a], pre[b])
-            return same_input and (per_column_scale or scales[a] == scales[b])
-
-        result: list[NvFp4Weight] = []
-        row = first = 0
-        for index in range(len(scales)):
-            if index + 1 < len(scales) and joined(index, index + 1):
-                continue
-            sizes, parts = self.part_sizes[first : index + 1], slice(first, index + 1)
-            rows = slice(row, row + sum(sizes))
-            global_scales = self.global_scales[parts]
-            if not per_column_scale:
-                sizes, global_scales = (sum(sizes),), global_scales[:1]
-            result.append(
-                replace(
-                    self,
-                    packed=self.packed[rows],
-                    scale=self.scale[rows],
-                    global_scales=global_scales,
-                    part_sizes=sizes,
-                    pre_quant_scale=None if pre is None else pre[first : first + 1],
-                )
-            )
-            row, first = rows.stop, index + 1
-        return result
-
-    def padded(self, out_multiple: int, in_multiple: int) -> NvFp4Weight:
-        """Zero rows and columns appended up to multiples of these; the last part takes the rows."""
-        rows = -self.out_features % out_multiple
-        columns = -self.in_features % in_multiple
-        if not rows and not columns:
-            return self
-        packed = F.pad(self.packed, (0, columns // 2, 0, rows))
-        scale = F.pad(self.scale.view(torch.uint8), (0, columns // BLOCK_SIZE, 0, rows)).view(torch.float8_e4m3fn)
-        sizes = (*self.part_sizes[:-1], self.part_sizes[-1] + rows)
-        return replace(self, packed=packed, scale=scale, part_sizes=sizes)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One product: a prepared weight, its output columns, and what multiplies its input (float32 [1, K] or None)."""
-
-    prepared: PreparedWeight
-    out_features: int
-    pre_quant_scale: torch.Tensor | None
-
-
-class NvFp4Linear:
-    """A weight ready to multiply: cut into what its backend takes, padded, in the backend's layout."""
-
-    def __init__(self, weight: NvFp4Weight, backend: Fp4GemmBackend) -> None:
-        weight.check()
-        self.backend = backend
-        self.in_features, self.out_features, self.dtype = weight.in_features, weight.out_features, weight.dtype
-        self.segments: list[Segment] = []
-        for part in weight.segments(backend.per_column_scale):
-            prepared = backend.prepare(part.padded(backend.out_multiple, backend.in_multiple))
-            self.segments.append(Segment(prepared, part.out_features, part.pre_quant_scale))
-        self.in_padding = -self.in_features % backend.in_multiple
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [..., K] of the layer's dtype, any strides, M from 0 up, to [..., N].
-
-        Raises:
-            ValueError: K or dtype of ``x``, or N of ``bias``, are not the layer's.
-        """
-        if x.shape[-1] != self.in_features or x.dtype != self.dtype:
-            raise ValueError(f"x: expected [..., {self.in_features}] {self.dtype}, got {list(x.shape)} {x.dtype}")
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ValueError(f"bias: expected [{self.out_features}], got {list(bias.shape)}")
-        rows = x.reshape(-1, self.in_features)
-        shape = (*x.shape[:-1], self.out_features)
-        if rows.shape[0] == 0:
-            return x.new_empty(shape)
-        outputs, start = [], 0
-        for segment in self.segments:
-            size = segment.out_features
-            out_padding = -size % self.backend.out_multiple
-            part = None if bias is None else F.pad(bias[start : start + size], (0, out_padding))
-            y = self.backend.apply(self._input_of(segment, rows), segment.prepared, part)
-            outputs.append(y[:, :size] if out_padding else y)
-            start += size
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(shape)
-
-    def _input_of(self, segment: Segment, rows: torch.Tensor) -> torch.Tensor:
-        if segment.pre_quant_scale is not None:
-            rows = (rows.float() * segment.pre_quant_scale).to(self.dtype)
-        return F.pad(rows, (0, self.in_padding)) if self.in_padding else rows
 
 
 # ----------------------------------------------------------------------------------------------- loading from files
@@ -264,14 +86,16 @@ def check_columns(layer: nn.Module, input_size_per_partition: int, input_size: i
 
 
 def install(layer: nn.Module, weight: NvFp4Weight) -> None:
-    """Choose the backend for ``weight`` and make it what ``layer`` multiplies with."""
+    """Choose the backends for ``weight`` and make it what ``layer`` multiplies with."""
     name = str(getattr(layer, "prefix", "") or type(layer).__name__)
     if getattr(layer, "input_is_sharded", False):
         weight = replace(weight, input_ranks=layer.tp)  # type: ignore[arg-type]
     target = Target.current(weight.packed.device).for_layer(
         weight.in_features, weight.out_features, weight.activation is Activation.NONE, weight.dtype
     )
-    layer.nvfp4 = NvFp4Linear(weight, backend_for_layer(target, name))  # type: ignore[assignment]
+    linear = NvFp4Linear(weight, *backends_for(weight, target, name))
+    logger.debug("layer %s (%s): %s", name, linear.product, linear.choices)
+    layer.nvfp4 = linear  # type: ignore[assignment]
 
 
 class NvFp4LinearMethodBase(LinearMethodBase):
@@ -283,8 +107,7 @@ class NvFp4LinearMethodBase(LinearMethodBase):
 
     def weight_bytes(self, layer: nn.Module) -> int:
         linear: NvFp4Linear | None = getattr(layer, "nvfp4", None)
-        prepared = sum(segment.prepared.nbytes for segment in linear.segments) if linear else 0
-        return prepared + super().weight_bytes(layer)
+        return (linear.nbytes if linear else 0) + super().weight_bytes(layer)
 
 
 class NvFp4LinearMethod(NvFp4LinearMethodBase):
@@ -339,22 +162,20 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         layer.nvfp4_part_sizes = tuple(output_partition_sizes)  # type: ignore[assignment]
         layer.nvfp4_dtype = params_dtype  # type: ignore[assignment]
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replaces the parameters by the backend's layout.
+    def stored_weight(self, layer: nn.Module) -> NvFp4Weight:
+        """What the filled parameters say, in the multiply convention; the layer keeps them.
 
         Raises:
             CheckpointError: a scale was not written or has an illegal value.
-            StartupError: the requested backend can't take the layer.
         """
         names = self.names
         name = str(getattr(layer, "prefix", "") or type(layer).__name__)
-        stored = {key: getattr(layer, key).data for key in (names.packed, names.scale, names.global_scale)}
+        stored = {key: param.data for key, param in layer.named_parameters(recurse=False)}
         checks: dict[str, Callable[[torch.Tensor], str | None]] = {
             names.scale: check_block_scales,
             names.global_scale: check_global_scale,
         }
         if self.activation is Activation.STATIC:
-            stored[names.input_scale] = getattr(layer, names.input_scale).data
             checks[names.input_scale] = check_global_scale
         for key, check in checks.items():
             problem = check(stored[key])
@@ -377,8 +198,20 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
             pair = (inverse, value) if names.reciprocal else (value, inverse)
             weight = replace(weight, input_scale=pair[0], input_scale_inv=pair[1])
         if names.pre_quant_scale:
-            pre = stored[names.pre_quant_scale] = getattr(layer, names.pre_quant_scale).data
+            pre = stored[names.pre_quant_scale]
             weight = replace(weight, pre_quant_scale=None if bool((pre == 1).all()) else pre)
-        for key in stored:
-            delattr(layer, key)
+        return weight
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replaces the parameters by the backend's layout.
+
+        Raises:
+            CheckpointError: see :meth:`stored_weight`.
+            StartupError: the requested backend can't take the layer.
+        """
+        weight, names = self.stored_weight(layer), self.names
+        mine = {names.packed, names.scale, names.global_scale, names.input_scale, names.pre_quant_scale}
+        for key, _ in list(layer.named_parameters(recurse=False)):
+            if key in mine:
+                delattr(layer, key)
         install(layer, weight)

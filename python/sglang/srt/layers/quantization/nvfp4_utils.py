@@ -16,8 +16,6 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-# The two values in each byte: one look-up a byte is half the work of one a code.
-_VALUES_OF_BYTE = [(E2M1_VALUES[byte & 15], E2M1_VALUES[byte >> 4]) for byte in range(256)]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
@@ -49,6 +47,18 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def _values_of_byte(device: torch.device) -> torch.Tensor:
+    """The two values in each byte, float32 [256, 2]: one look-up a byte is half the work of one a code.
+
+    Computed on ``device``, since nothing can be copied to a GPU while a CUDA graph is captured.
+    """
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    codes = torch.stack((byte & 15, byte >> 4), dim=-1)
+    # Sign, exponent and mantissa in their places of a float32, whose exponent counts from 126 further down.
+    bits = ((codes & 8) << 28) | ((codes & 7) << 22)
+    return bits.view(torch.float32) * 2.0**126
+
+
 def quantize_nvfp4(x: torch.Tensor, global_scale_inv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations by FlashInfer's exact recipe (its device kernel with fast math off).
 
@@ -67,8 +77,7 @@ def quantize_nvfp4(x: torch.Tensor, global_scale_inv: torch.Tensor) -> tuple[tor
     magnitude = blocks.abs()
     nan = magnitude.isnan()
     amax = magnitude.masked_fill(nan, 0.0).amax(-1).masked_fill_(nan.all(-1), float("nan"))
-    sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=x.device)
-    scale = to_e4m3(amax * (global_scale_inv * sixth))
+    scale = to_e4m3(amax * (global_scale_inv * (1.0 / 6.0)))  # a Python number is rounded to float32 first
     inverse = (1.0 / (scale.float() * (1.0 / global_scale_inv))).clamp(max=_FLOAT32_MAX)
     codes = to_e2m1(blocks * inverse.unsqueeze(-1))
     return pack(codes.flatten(-2)), scale
@@ -79,7 +88,7 @@ def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: to
 
     With ``global_scale`` 1 every value is exact, in bfloat16 too (2 + 4 significant bits).
     """
-    values = F.embedding(packed.int(), torch.tensor(_VALUES_OF_BYTE, device=packed.device))
+    values = F.embedding(packed.int(), _values_of_byte(packed.device))
     blocks = values.view(*scale.shape, BLOCK_SIZE)
     return (blocks * (scale.float() * global_scale).unsqueeze(-1)).flatten(-2)
 
