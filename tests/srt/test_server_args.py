@@ -46,7 +46,9 @@ def test_every_flag_reaches_its_field():
         "--quantization": ("quantization", "w4a16_nvfp4"),
         "--kv-cache-dtype": ("kv_cache_dtype", "fp8_e4m3"),
         "--fp4-gemm-backend": ("fp4_gemm_runner_backend", "FlashInfer_cudnn"),
+        "--fp4-gemm-autotune": ("fp4_gemm_autotune", "off"),
         "--attention-backend": ("attention_backend", "torch_native"),
+        "--cuda-graph-backend-prefill": ("cuda_graph_backend_prefill", "disabled"),
         "--random-seed": ("random_seed", 7),
         "--mem-fraction-static": ("mem_fraction_static", 0.5),
         "--max-total-tokens": ("max_total_tokens", 1000),
@@ -72,7 +74,21 @@ def test_defaults():
     assert args.tokenizer_path == args.served_model_name == "m"
     assert (args.device, args.quantization, args.context_length, args.mem_fraction_static) == (None, None, None, None)
     assert (args.page_size, args.tp_size, args.disable_radix_cache) == (1, 1, False)
-    assert args.fp4_gemm_runner_backend == "auto"
+    assert (args.fp4_gemm_runner_backend, args.fp4_gemm_autotune) == ("auto", "cached")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("--fp4-gemm-autotune", "on"),
+        ("--fp4-gemm-autotune --port 1", "on"),
+        ("--port 1 --fp4-gemm-autotune off", "off"),
+        ("--fp4-gemm-autotune=cached", "cached"),
+    ],
+)
+def test_a_flag_that_may_stand_without_a_value(text, value):
+    assert parse(text).fp4_gemm_autotune == value
+    assert ServerArgs.from_kwargs(model_path="m", fp4_gemm_autotune=value).fp4_gemm_autotune == value
 
 
 def test_seed_is_drawn_once_and_survives_pickling():
@@ -109,6 +125,8 @@ def test_frozen():
         ("--tp-size 0", ["--tp-size", "1 or more"]),
         ("--attention-backend flashinfer", ["flashinfer is not in this version yet", "torch_native"]),
         ("--attention-backend foo", ["'foo'", "torch_native"]),
+        ("--fp4-gemm-autotune always", ["--fp4-gemm-autotune", "'always'", "on, cached, off"]),
+        ("--fp4-gemm-autotune=", ["--fp4-gemm-autotune", "''", "on, cached, off"]),
         ("--quantization fp8", ["fp8 is not supported by this version", "modelopt_fp4"]),
         ("--quantization nvfp5", ["did you mean 'nvfp4'", "modelopt_fp4, compressed-tensors, nvfp4, w4a16_nvfp4"]),
         ("--kv-cache-dtype fp8_e5m2", ["fp8_e5m2 is not supported", "fp8_e4m3"]),

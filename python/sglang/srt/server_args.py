@@ -24,7 +24,7 @@ class Flag:
     """What the command line says about one field.
 
     ``names`` are its spellings, the first one is used in messages; empty means ``--`` and the field's name. Bounds
-    are inclusive, except ``above`` (exclusive).
+    are inclusive, except ``above`` (exclusive). ``bare`` is the value of a flag that is given without one.
     """
 
     help: str
@@ -32,6 +32,7 @@ class Flag:
     minimum: int | None = None
     maximum: int | None = None
     above: int | None = None
+    bare: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,21 @@ class ServerArgs:
     fp4_gemm_runner_backend: Annotated[
         str,
         Flag(
-            "Kernel of NVFP4 linear layers: cudnn, cutlass, cutedsl, trtllm, torch, or auto, which takes the best one "
-            "that runs here. `python -m sglang.check_env` gives for each the reason why it can't run.",
+            "Kernel of NVFP4 linear layers: cudnn, cutlass, cutedsl, trtllm, b12x, torch, or auto, which takes the "
+            "best one that runs here. `python -m sglang.check_env` gives for each the reason why it can't run.",
             names=("--fp4-gemm-backend",),
         ),
     ] = "auto"
+    fp4_gemm_autotune: Annotated[
+        Literal["on", "cached", "off"],
+        Flag(
+            "Choose the kernel of NVFP4 linear layers by measurement, per layer shape and number of rows. on (also "
+            "without a value): measure what is not measured yet, which makes the start longer, and keep it on disk; "
+            "cached: use what an earlier start has measured on the same machine with the same versions; off: neither. "
+            "With a named --fp4-gemm-backend only its own variants compete.",
+            bare="on",
+        ),
+    ] = "cached"
     attention_backend: Annotated[Literal["torch_native"], Flag("Kernel of the attention.")] = "torch_native"
     # Drawn when the object is made, so that every process gets the same one.
     random_seed: Annotated[
@@ -178,6 +189,9 @@ class ServerArgs:
         int, Flag("Prompt tokens computed in one step, a longer prompt takes several. -1: no limit.", minimum=-1)
     ] = 2048
     page_size: Annotated[int, Flag("Tokens in a page of the KV cache.", minimum=1)] = 1
+    cuda_graph_backend_prefill: Annotated[
+        Literal["disabled"], Flag("CUDA graphs of prefill steps: this version has none.")
+    ] = "disabled"
     disable_radix_cache: Annotated[bool, Flag("Don't keep the KV cache of finished requests for reuse.")] = False
     tp_size: Annotated[
         int,
@@ -290,6 +304,8 @@ def make_parser() -> ArgumentParser:
             options["type"] = spec.type
             options["required"] = spec.required
             options["metavar"] = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.type.__name__.upper()
+            if spec.flag.bare is not None:
+                options |= {"nargs": "?", "const": spec.flag.bare}
         parser.add_argument(*spec.names, **options)
     return parser
 

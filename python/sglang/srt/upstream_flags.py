@@ -32,6 +32,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 # Flags that have another name here: retired in SGLang, or vLLM's.
 REPLACED_FLAGS: dict[str, str] = {
     "--disable-flashinfer": "--attention-backend",
+    "--disable-piecewise-cuda-graph": "--cuda-graph-backend-prefill",
     "--fp4-gemm-runner-backend": "--fp4-gemm-backend",
     "--block-size": "--page-size",
     "--gpu-memory-utilization": "--mem-fraction-static",
@@ -48,7 +49,6 @@ UPSTREAM_FAMILIES: tuple[str, ...] = tuple(
     f"--{name}-"
     for name in (
         "bucket",
-        "cuda-graph",
         "debug-tensor-dump",
         "deepep",
         "disaggregation",
@@ -75,10 +75,11 @@ UPSTREAM_FAMILIES: tuple[str, ...] = tuple(
 _NAMES = """
 admin-api-key allow-auto-truncate api-key attention-context-parallel-size attn-cp-size base-gpu-id chat-template
 collect-tokens-histogram completion-template config constrained-json-disable-any-whitespace
-constrained-json-whitespace-pattern cpu-offload-gb crash-dump-folder data-parallel-size decode-attention-backend
+constrained-json-whitespace-pattern cpu-offload-gb crash-dump-folder
+cuda-graph-backend-decode cuda-graph-bs cuda-graph-max-bs data-parallel-size decode-attention-backend
 decode-log-interval delete-ckpt-after-loading disable-chunked-prefix-cache disable-cuda-graph
 disable-cuda-graph-padding disable-custom-all-reduce disable-fast-image-processor disable-flashinfer-autotune
-disable-hybrid-swa-memory disable-outlines-disk-cache disable-overlap-schedule disable-piecewise-cuda-graph
+disable-hybrid-swa-memory disable-outlines-disk-cache disable-overlap-schedule
 disable-shared-experts-fusion disable-tokenizer-batch-decode dist-init-addr dist-timeout download-dir dp dp-size
 elastic-ep-backend enable-cache-report enable-custom-logit-processor enable-deterministic-inference
 enable-dp-attention enable-dp-lm-head enable-dynamic-batch-tokenizer enable-dynamic-chunking enable-eplb

@@ -248,6 +248,7 @@ class Scheduler:
 
     def get_internal_state(self) -> dict[str, Any]:
         from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
+        from sglang.srt.layers.quantization.nvfp4_linear import linears_of
 
         resolution = get_fp4_gemm_resolution()
         return {
@@ -263,6 +264,7 @@ class Scheduler:
                 "kv_cache_bytes": self.pools.token_to_kv_pool.get_kv_size_bytes(),
             },
             "fp4_gemm_backend": resolution.as_dict() if resolution is not None else None,
+            "fp4_gemm_choices": {linear.product: linear.choices for linear in linears_of(self.model_runner.model)},
         }
 
     # Choosing a batch

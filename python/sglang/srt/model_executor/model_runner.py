@@ -17,6 +17,8 @@ from sglang.srt.errors import CheckpointError, StartupError
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.logits_processor import logprobs_of
 from sglang.srt.layers.quantization import get_quantization
+from sglang.srt.layers.quantization.fp4_autotune import MAX_ROWS, Autotuner
+from sglang.srt.layers.quantization.nvfp4_linear import linears_of, warm_up_fp4_gemm
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
@@ -83,11 +85,15 @@ class ModelRunner:
         self.attn_backend = create_attention_backend(server_args.attention_backend, self.device, self.dtype)
         quant_config = get_quantization(model_config, server_args)
         self.kv_cache_dtype = self._wanted_kv_cache_dtype(quant_config)
+        self.fp4_autotuner = Autotuner(server_args.fp4_gemm_autotune, self.device, self._most_rows(), tp)
 
         before = available_memory(self.device)
         started = time.perf_counter()
         logger.info("Load weight begin. avail mem=%.2f GB", before / GB)
-        self.model = self._build_model(model_config, quant_config, server_args.load_format)
+        with self.fp4_autotuner.active(measure=True):
+            self.model = self._build_model(model_config, quant_config, server_args.load_format)
+        if self.device.type == "cuda":  # compile and load kernels before requests wait for them
+            warm_up_fp4_gemm(linears_of(self.model), self.fp4_autotuner.rows)
         release_unused_memory(self.device)
         available = tp.minimum(available_memory(self.device))
         logger.info(
@@ -103,6 +109,12 @@ class ModelRunner:
             self.max_total_num_tokens, server_args.chunked_prefill_size, self.max_running_requests,
             model_config.context_len, self.device.type, available_memory(self.device) / GB,
         )  # fmt: skip
+
+    def _most_rows(self) -> int:
+        """The largest number of tokens in one step, as far as the flags say."""
+        args = self.server_args
+        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else MAX_ROWS
+        return max(chunk, args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type])
 
     def _wanted_kv_cache_dtype(self, quant_config: QuantizationConfig | None) -> torch.dtype:
         stored = quant_config.kv_cache_dtype if quant_config is not None else None
@@ -170,7 +182,8 @@ class ModelRunner:
                 f"the old and the new weights must fit into memory together: {needed / GB:.2f} GB more are needed, "
                 f"{available / GB:.2f} GB are available"
             )
-        return server_args, model_config, self._build_model(model_config, quant_config, load_format)
+        with self.fp4_autotuner.active(measure=False):
+            return server_args, model_config, self._build_model(model_config, quant_config, load_format)
 
     def _check_replacement(self, new: ModelConfig, quant_config: QuantizationConfig | None) -> None:
         """Raise CheckpointError unless a model of this configuration fits into the running server."""

@@ -1,0 +1,600 @@
+"""Which backend is chosen by measurement, and what multiplies then: fake backends on a clock of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fp4_fakes import World, make_weight
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
+from sglang.srt.errors import StartupError
+from sglang.srt.layers.quantization import fp4_autotune_measure, fp4_autotune_timing, fp4_utils
+from sglang.srt.layers.quantization.fp4_autotune import Autotuner, candidates_for
+from sglang.srt.layers.quantization.fp4_autotune_measure import NOISE, choose
+from sglang.srt.layers.quantization.fp4_utils import Target, backends, resolve_fp4_gemm_backend
+from sglang.srt.layers.quantization.nvfp4 import install
+from sglang.srt.layers.quantization.nvfp4_linear import (
+    Activation,
+    NvFp4Linear,
+    NvFp4Weight,
+    linears_of,
+    warm_up_fp4_gemm,
+)
+from thread_ranks import on_every_rank, thread_groups
+
+CPU = torch.device("cpu")
+MAX_ROWS = 16  # rows of 1, 2, 4, 8 and 16 are measured
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
+    """No fakes yet, an empty cache, ``--fp4-gemm-backend auto``."""
+    world = World()
+    world.time_torch(monkeypatch)
+    monkeypatch.setattr(fp4_autotune_timing, "clock", world.clock)
+    monkeypatch.setattr(fp4_autotune_timing, "MAX_COPIES", 2)
+    monkeypatch.setattr(fp4_autotune_timing, "MAX_SAMPLES", 5)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fp4_utils, "_resolution", None)
+    yield world
+    world.remove_all()
+
+
+def name_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(fp4_utils, "_resolution", resolve_fp4_gemm_backend(name, None, Target("cpu")))
+
+
+def layer_of(
+    weight: NvFp4Weight, tp: TensorParallelGroup = SINGLE, sharded: bool = False, name: str = "a"
+) -> nn.Module:
+    layer = nn.Module()
+    layer.prefix, layer.tp, layer.input_is_sharded = name, tp, sharded
+    install(layer, weight)
+    return layer
+
+
+def tuned(weight: NvFp4Weight, mode: str = "on", measure: bool = True) -> NvFp4Linear:
+    """The product of a layer that a new tuner has installed."""
+    with Autotuner(mode, CPU, MAX_ROWS).active(measure):
+        return layer_of(weight).nvfp4
+
+
+def labels_by_rows(world: World, linear: NvFp4Linear, rows: Sequence[int]) -> dict[int, str]:
+    """What multiplies that many rows."""
+    result = {}
+    for count in rows:
+        world.calls.clear()
+        y = linear(torch.randn(count, linear.in_features).to(linear.dtype))
+        assert y.shape == (count, linear.out_features)
+        result[count] = "+".join(label for label, _ in world.calls)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- the choice
+ROW, COLUMN = ("row", 16, 1, False), ("column", 16, 1, False)
+LAYOUTS = {"d": ROW, "e": ROW, "f": COLUMN, "g": COLUMN}
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"d": [1, 1, 1]}, ["d", "d", "d"]),
+        ({"d": [1, 1, 1], "e": [2, 0.5, 1]}, ["d", "e", "d"]),
+        ({"d": [1, 1], "e": [0.98, 0.96]}, ["d", "e"]),  # what differs by less than the noise is a tie
+        ({"d": [1, 1], "f": [0.5, 0.5]}, ["f", "f"]),
+        ({"d": [1, 1], "f": [0.1, 1.1]}, ["d", "d"]),  # slower somewhere: not for any gain elsewhere
+        ({"d": [1, 1], "f": [0.1, 1.1], "g": [3, 1]}, ["f", "g"]),  # ... unless another of its layout is not
+        ({"d": [1, 1], "f": [0.98, 0.98]}, ["d", "d"]),  # as fast: not worth another layout
+        ({"d": [1, 1], "e": [0.5, 1], "f": [0.9, 0.9]}, ["e", "d"]),  # sums 1.5 and 1.8
+        ({"d": [1, 1], "e": [0.9, 1], "f": [0.9, 0.4], "g": [0.5, 0.8]}, ["g", "f"]),
+        ({"d": [100, 1], "e": [99, 0.5], "f": [50, 1]}, ["d", "e"]),  # relative to the default, not in seconds
+    ],
+)
+def test_choice(times: dict[str, list[float]], chosen: list[str]) -> None:
+    assert choose(times, LAYOUTS, "d") == chosen
+
+
+TIMES = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4)
+
+
+@given(st.dictionaries(st.sampled_from(["e", "f", "g"]), TIMES), TIMES)
+def test_the_choice_is_never_slower_and_of_one_layout(others: dict[str, list[float]], default: list[float]) -> None:
+    times = {"d": default, **others}
+    chosen = choose(times, LAYOUTS, "d")
+    assert len({LAYOUTS[label] for label in chosen}) == 1
+    assert all(times[label][index] <= default[index] * (1 + NOISE) for index, label in enumerate(chosen))
+    in_own_layout = [min(times[label][i] for label in times if LAYOUTS[label] == ROW) for i in range(4)]
+    cost = sum(times[label][i] / default[i] for i, label in enumerate(chosen))
+    assert cost <= sum(best / of_default for best, of_default in zip(in_own_layout, default, strict=True)) * (1 + NOISE)
+
+
+# ----------------------------------------------------------------------------------------------- measuring a product
+def test_every_number_of_rows_gets_the_fastest(world: World) -> None:
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared", variants=("", "wide"))
+    world.add("apart")
+    world.seconds |= {"slow": [4e-3] * 5, "quick": [1e-3, 1e-3, 5e-3, 5e-3, 5e-3], "quick/wide": [2e-3] * 4 + [9e-3]}
+    world.seconds["apart"] = [1e-4] * 4 + [8e-3]  # best on the whole, but not for 16 rows
+    linear = tuned(make_weight())
+    assert linear.choices == {"1-2": "quick", "3-8": "quick/wide", "9-": "slow"}
+    assert labels_by_rows(world, linear, [0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 100]) == {
+        0: "",
+        **dict.fromkeys([1, 2], "quick"),
+        **dict.fromkeys([3, 4, 5, 8], "quick/wide"),
+        **dict.fromkeys([9, 16, 17, 100], "slow"),
+    }
+    assert len(linear.segments) == 1 and len(world.alive()) == 1, "one copy of the weight serves all three"
+
+
+def test_choices_multiply_exactly(world: World) -> None:
+    world.add("slow", priority=9, layout="shared", multiples=(32, 64))
+    world.add("quick", layout="shared", multiples=(32, 64))
+    world.seconds |= {"slow": [1e-3, 4e-3], "quick": [2e-3]}
+    weight = make_weight([40, 24], 48, [0.01, 0.3])
+    linear, reference = tuned(weight), NvFp4Linear(weight, backends()["torch"]())
+    assert linear.choices == {"1-1": "slow", "2-": "quick"}
+    for rows in (1, 3, 20):
+        x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(64).bfloat16()
+        torch.testing.assert_close(linear(x, bias), reference(x, bias), rtol=0.01, atol=1e-3)
+    assert {segment.prepared.backend for segment in linear.segments} == {"slow"}
+
+
+def test_all_rows_alike_is_one_choice(world: World) -> None:
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    linear = tuned(make_weight())
+    assert linear.choices == {"1-": "quick"} and len(linear._by_rows) == 1
+
+
+def test_the_default_is_timed_again_before_something_replaces_it(world: World) -> None:
+    """It goes first, when clocks may still be low or something else may still be running."""
+    world.add("default", priority=9)
+    world.add("other")
+    times = iter([5e-3] * (5 + 25) + [1e-3] * 1000)  # while it is checked and timed first
+
+    class Warming(list):
+        def __getitem__(self, index: int) -> float:
+            return next(times)
+
+    world.seconds |= {"default": Warming([0.0]), "other": [2e-3]}
+    assert tuned(make_weight()).choices == {"1-": "default"}
+
+
+def test_a_named_backend_competes_with_its_own_variants_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("mine", variants=("", "b"))
+    world.add("better")
+    world.seconds |= {"mine": [2e-3, 1e-3], "mine/b": [1e-3, 2e-3], "better": [1e-5]}
+    name_backend(monkeypatch, "mine")
+    assert tuned(make_weight()).choices == {"1-1": "mine/b", "2-": "mine"}
+    assert "better" not in world.labels()
+
+
+def test_auto_asks_every_backend_about_the_layer(world: World) -> None:
+    world.add("first", priority=9)
+    world.add("unasked", priority=-1)  # never chosen unmeasured
+    world.add("small", reason=lambda target: "too wide" if target.in_features > 64 else None)
+    target = Target("cpu").for_layer(64, 32, False, torch.bfloat16)
+    default = fp4_utils.backend_for_layer(target, "a")
+    assert [one.label for one in candidates_for(target, default)] == ["first", "small", "torch", "unasked"]
+    wide = replace(target, in_features=128)
+    assert "small" not in {one.label for one in candidates_for(wide, default)}
+
+
+def test_one_candidate_is_checked_and_not_timed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("only")
+    name_backend(monkeypatch, "only")
+    assert tuned(make_weight()).choices == {"1-": "only"}
+    assert world.calls == [("only", rows) for rows in (16, 8, 4, 2, 1)]
+
+
+def test_a_hopeless_candidate_is_timed_once(world: World) -> None:
+    world.add("default", priority=9)
+    world.add("hopeless")
+    world.add("close")
+    world.seconds |= {"default": [1e-3], "hopeless": [2.5e-3], "close": [1.5e-3]}
+    tuned(make_weight())
+    count = {label: sum(called == (label, 4) for called in world.calls) for label in world.labels()}
+    assert count["hopeless"] == 1 + 1  # checked, timed
+    assert count["close"] > 3 and count["default"] > 3
+
+
+def test_one_layout_at_a_time_is_in_memory(world: World) -> None:
+    for priority, name in enumerate(("c", "b", "a")):
+        world.add(name, priority=priority + 1, variants=("", "x"))
+    world.seconds |= {"a": [4e-3], "a/x": [5e-3], "b": [3e-3], "b/x": [3e-3], "c": [2e-3], "c/x": [1e-3]}
+    seen: set[frozenset[str]] = set()
+
+    def look(y: torch.Tensor) -> torch.Tensor:
+        seen.add(frozenset(prepared.backend for prepared in world.alive()))
+        assert len(world.alive()) <= 2
+        return y
+
+    world.faults = dict.fromkeys(["a", "b", "c", "a/x", "b/x", "c/x"], look)
+    linear = tuned(make_weight())
+    assert linear.choices == {"1-": "c/x"}
+    assert seen == {frozenset("a"), frozenset("b"), frozenset("c")}
+    assert len(world.alive()) == 1
+
+
+def test_fused_parts(world: World) -> None:
+    """A backend that takes a scale per column competes with one that needs two products for it."""
+    world.add("joined", priority=9, per_column=True)
+    world.add("apart")
+    world.seconds |= {"joined": [3e-3], "apart": [2e-3]}
+    unequal, equal = make_weight([32, 16], 64, [0.01, 0.02]), make_weight([32, 16], 64, [0.01, 0.01])
+    assert unequal.product == "N=48 K=64 static bfloat16 joined=48 apart=32+16"
+    assert equal.product == "N=48 K=64 static bfloat16"
+    assert tuned(unequal).choices == {"1-": "joined"}
+    assert tuned(equal).choices == {"1-": "apart"}
+    pre = torch.ones(2, 64)
+    pre[1] = 2
+    assert replace(equal, pre_quant_scale=pre).product.endswith("joined=32+16 apart=32+16")
+    assert replace(equal, pre_quant_scale=torch.ones(2, 64)).product == equal.product
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("pre", [False, True])
+def test_right_backends_are_found_right(
+    world: World, activation: Activation, dtype: torch.dtype, pre: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.add("default", priority=9)
+    world.add("other")
+    world.seconds |= {"default": [1e-3], "other": [0.5e-3]}
+    weight = make_weight([40, 8], 80, [1e-4, 2.0], activation, dtype)
+    if pre:
+        weight = replace(weight, pre_quant_scale=torch.rand(2, 80).mul(4).add(0.25))
+    assert tuned(weight).choices == {"1-": "other"}
+    assert "not used" not in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------- wrong backends
+def no_file(y: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no kernel image")
+
+
+def last_column(y: torch.Tensor) -> torch.Tensor:
+    y[:, -4:] = 0
+    return y
+
+
+def one_row(y: torch.Tensor) -> torch.Tensor:
+    y[-1:] = float("nan")
+    return y
+
+
+FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "zeros": (torch.zeros_like, "wrong by 100.0%"),
+    "NaN": (lambda y: y * float("nan"), "holds NaN or infinity"),
+    "one row NaN": (one_row, "holds NaN or infinity"),
+    "factor": (lambda y: y * 1.02, "wrong by 2.0%"),
+    "shape": (lambda y: y[:, :-1], "raised RuntimeError: shape"),
+    "dtype": (lambda y: y.float(), "is torch.float32"),
+    "some columns": (last_column, "is wrong by"),
+    "raises": (no_file, "raised RuntimeError: no kernel image"),
+    "only many rows": (lambda y: y * 0 if len(y) == 16 else y, "for 16 rows"),
+    "only one row": (lambda y: y * 0 if len(y) == 1 else y, "for 1 rows"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_wrong_candidate_is_dropped_and_named(world: World, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    world.add("default", priority=9, layout="shared")
+    world.add("broken", layout="shared")
+    world.add("third", layout="shared")
+    world.seconds |= {"default": [1e-3], "broken": [1e-5], "third": [0.5e-3]}
+    world.faults["broken"], words = FAULTS[fault]
+    tuner = Autotuner("on", CPU, MAX_ROWS)
+    with tuner.active(measure=True):
+        assert layer_of(make_weight()).nvfp4.choices == {"1-": "third"}
+        calls = [label for label, _ in world.calls].count("broken")
+        assert layer_of(make_weight(columns=128)).nvfp4.choices == {"1-": "third"}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, "once, not for every product"
+    assert "broken is not used" in warnings[0] and words in warnings[0] and "verify_fp4" in warnings[0]
+    assert [label for label, _ in world.calls].count("broken") == calls, "it is not tried again"
+
+
+def test_auto_falls_back_where_its_default_is_wrong(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.add("default", priority=9)
+    world.add("second", priority=5)
+    world.seconds |= {"default": [1e-5], "second": [1e-3], "torch": [1e-3]}
+    world.faults["default"] = torch.zeros_like
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        chosen = layer_of(make_weight()).nvfp4.choices["1-"]
+    assert chosen in ("second", "torch")
+    assert "default is not used" in caplog.text
+    # A later start knows it too, for products that were not measured as well.
+    assert "default" not in tuned(make_weight(columns=256), "cached").choices.values()
+
+
+def test_a_named_backend_that_is_wrong_ends_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("mine", variants=("", "b"))
+    world.faults["mine"] = torch.zeros_like
+    name_backend(monkeypatch, "mine")
+    words = r"layer a \(N=32 K=64 static .*\): --fp4-gemm-backend mine can't be used: .*wrong by 100.*verify_fp4.*auto"
+    with pytest.raises(StartupError, match=words):
+        tuned(make_weight())
+    world.faults = {"mine/b": torch.zeros_like}
+    world.seconds |= {"mine/b": [1e-5]}
+    assert tuned(make_weight()).choices == {"1-": "mine"}
+
+
+def test_no_right_backend_at_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("default", priority=9)
+    world.faults["default"] = no_file
+    monkeypatch.setattr(backends()["torch"], "apply", lambda self, x, weight, bias: x.new_zeros(len(x), 32))
+    with pytest.raises(
+        StartupError, match="every FP4 GEMM backend fails here: default: it raised .*; torch: .*wrong by"
+    ):
+        tuned(make_weight())
+
+
+def test_a_failed_capture_ends_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves torch's random numbers and allocator unusable: such a process must not serve."""
+
+    def fails(calls: object, *arguments: object) -> tuple[float, str]:
+        raise fp4_autotune_timing.CaptureError("it can't be captured in a CUDA graph: operation not permitted")
+
+    world.add("default", priority=9)
+    monkeypatch.setattr(fp4_autotune_measure, "seconds_per_call", fails)
+    with pytest.raises(StartupError, match="backend default: .*captured.*can't go on. .*--fp4-gemm-autotune off"):
+        tuned(make_weight())
+
+
+def test_too_little_memory_to_measure(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def no_memory(y: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    world.add("default", priority=9)
+    world.add("large")
+    world.faults["large"] = no_memory
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        layers = [layer_of(make_weight()) for _ in range(3)]
+    assert [layer.nvfp4.choices for layer in layers] == [{"1-": "default"}] * 3
+    assert caplog.text.count("not enough memory to measure N=32 K=64 static bfloat16") == 1
+    assert [label for label, _ in world.calls].count("large") == 1
+
+
+# ---------------------------------------------------------------------------------------------- modes and later starts
+def test_a_product_is_measured_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        first = layer_of(make_weight()).nvfp4
+        calls = len(world.calls)
+        second = layer_of(make_weight(seed=1)).nvfp4
+        assert len(world.calls) == calls
+        layer_of(make_weight(columns=128))
+        assert len(world.calls) > calls
+    assert first.choices == second.choices == {"1-": "quick"}
+    assert "2 products measured in" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["on", "cached"])
+def test_a_later_start_uses_what_was_measured(world: World, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [1e-3, 2e-3], "quick": [2e-3, 1e-3]}
+    assert tuned(make_weight()).choices == {"1-": "slow"}
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    assert tuned(make_weight(columns=128)).choices == {"1-": "quick"}
+    world.calls.clear()
+    caplog.clear()
+    world.seconds |= {"slow": [1e-3], "quick": [2e-3]}  # it would come out otherwise
+    tuner = Autotuner(mode, CPU, MAX_ROWS)
+    with tuner.active(measure=True):
+        assert layer_of(make_weight(columns=128)).nvfp4.choices == {"1-": "quick"}
+    assert not world.calls
+    assert "1 products as measured before (" in caplog.text and ".json" in caplog.text
+
+
+def test_cached_never_measures_and_off_does_not_even_read(world: World, tmp_path: Path) -> None:
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    for mode in ("cached", "off"):
+        assert tuned(make_weight(), mode).choices == {"1-": "slow"}
+    assert not world.calls and not (tmp_path / "fp4_autotune").exists()
+    assert tuned(make_weight()).choices == {"1-": "quick"}
+    assert tuned(make_weight(), "cached").choices == {"1-": "quick"}
+    assert tuned(make_weight(), "off").choices == {"1-": "slow"}
+    assert tuned(make_weight(columns=128), "cached").choices == {"1-": "slow"}
+
+
+def test_a_file_that_covers_fewer_rows_is_not_enough(world: World) -> None:
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3] * 3 + [3e-3] * 3}
+
+    def start(mode: str, rows: int) -> dict[str, str]:
+        with Autotuner(mode, CPU, rows).active(measure=True):
+            return layer_of(make_weight()).nvfp4.choices
+
+    assert start("on", 4) == start("cached", 4) == {"1-": "quick"}
+    assert start("cached", 32) == {"1-": "slow"}, "nobody knows what is faster for 32 rows"
+    assert start("on", 32) == start("cached", 32) == {"1-4": "quick", "5-": "slow"}
+    assert start("cached", 8) == {"1-4": "quick", "5-": "slow"}
+    assert start("cached", 3) == {"1-": "quick"}
+
+
+def test_more_rows_than_any_measured(world: World) -> None:
+    assert Autotuner("on", CPU, 1).rows == [1]
+    assert Autotuner("on", CPU, 5).rows == [1, 2, 4, 8]
+    assert Autotuner("on", CPU, 10**6).rows[-1] == 8192
+
+
+def test_weights_that_replace_others_are_not_measured(world: World) -> None:
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    tuner = Autotuner("on", CPU, MAX_ROWS)
+    with tuner.active(measure=True):
+        layer_of(make_weight())
+    world.calls.clear()
+    with tuner.active(measure=False):
+        assert layer_of(make_weight(seed=1)).nvfp4.choices == {"1-": "quick"}
+        assert layer_of(make_weight(columns=128)).nvfp4.choices == {"1-": "slow"}
+    assert not world.calls
+
+
+def test_outside_of_a_tuner_nothing_changes(world: World) -> None:
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    tuner = Autotuner("on", CPU, MAX_ROWS)
+    with pytest.raises(KeyError), tuner.active(measure=True):
+        layer_of(make_weight())
+        raise KeyError
+    assert layer_of(make_weight()).nvfp4.choices == {"1-": "slow"}
+
+
+def test_libraries_below_tune_while_a_candidate_is_checked(world: World, tmp_path: Path) -> None:
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    tuned(make_weight())
+    (file,) = (tmp_path / "fp4_autotune").glob("*.json")
+    assert world.tuned == [("slow", file, True), ("quick", file, True), ("quick", file, False)]
+    world.tuned.clear()
+    tuned(make_weight(), "cached")
+    assert world.tuned == [("quick", file, False)]
+
+
+def test_a_folder_that_cannot_be_written(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "fp4_autotune").write_text("in the way")
+    world.add("slow", priority=9)
+    world.add("quick")
+    world.seconds |= {"slow": [2e-3], "quick": [1e-3]}
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        for columns in (64, 128):
+            assert layer_of(make_weight(columns=columns)).nvfp4.choices == {"1-": "quick"}
+    assert caplog.text.count("measurements can't be kept in") == 1
+    assert all(cache is None for _, cache, measure in world.tuned if measure)
+    assert tuned(make_weight(), "cached").choices == {"1-": "slow"}
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+def test_ranks_take_what_rank_0_has_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [1e-3, 2e-3], "quick": [2e-3, 1e-3]}
+    groups = thread_groups(3)
+    calls: list[int] = []
+
+    def load(rank: int) -> list[dict[str, str]]:
+        with Autotuner("on", CPU, MAX_ROWS, groups[rank]).active(measure=True):
+            layers = [layer_of(make_weight(), groups[rank])]
+            # An input that the ranks share, and a head of which the last rank has fewer rows.
+            layers += [layer_of(make_weight(activation=Activation.DYNAMIC), groups[rank], sharded=True)]
+            layers += [layer_of(make_weight([16 if rank == 2 else 32]), groups[rank])]
+            layers += [layer_of(make_weight(columns=128), groups[rank])]
+        calls.append(len(world.calls))
+        return [layer.nvfp4.choices for layer in layers]
+
+    first, *others = on_every_rank(3, load)
+    assert first == others[0] == others[1] == [{"1-1": "slow", "2-": "quick"}] * 4
+    assert calls == [calls[0]] * 3  # all that was multiplied, rank 0 did
+    world.calls.clear()
+
+    def later(rank: int) -> dict[str, str]:
+        with Autotuner("cached", CPU, MAX_ROWS, groups[rank]).active(measure=True):
+            return layer_of(make_weight(), groups[rank]).nvfp4.choices
+
+    assert on_every_rank(3, later) == [{"1-1": "slow", "2-": "quick"}] * 3
+    assert not world.calls
+
+
+def test_a_failure_on_rank_0_reaches_every_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("mine")
+    world.faults["mine"] = torch.zeros_like
+    name_backend(monkeypatch, "mine")
+    groups = thread_groups(2)
+
+    def load(rank: int) -> str:
+        with pytest.raises(StartupError) as caught, Autotuner("on", CPU, MAX_ROWS, groups[rank]).active(measure=True):
+            layer_of(make_weight(), groups[rank])
+        return str(caught.value)
+
+    first, second = on_every_rank(2, load)
+    assert first == second and "mine can't be used" in first
+
+    def explode(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(fp4_autotune_measure.Probe, "make", explode)
+    world.faults.clear()
+
+    def crash(rank: int) -> str:
+        with pytest.raises(Exception) as caught, Autotuner("on", CPU, MAX_ROWS, groups[rank]).active(measure=True):
+            layer_of(make_weight(), groups[rank])
+        return type(caught.value).__name__
+
+    assert on_every_rank(2, crash) == ["ZeroDivisionError", "StartupError"]
+
+
+def test_ranks_agree_about_what_is_dropped(world: World) -> None:
+    world.add("default", priority=9)
+    world.add("second", priority=5)
+    world.seconds |= {"default": [1e-5], "second": [1e-4]}
+    world.faults["default"] = torch.zeros_like
+    groups = thread_groups(2)
+
+    def load(rank: int) -> list[dict[str, str]]:
+        tuner = Autotuner("on", CPU, MAX_ROWS, groups[rank])
+        with tuner.active(measure=True):
+            layer_of(make_weight(), groups[rank])
+        with tuner.active(measure=False):
+            return [layer_of(make_weight(columns=128), groups[rank]).nvfp4.choices]
+
+    assert on_every_rank(2, load) == [[{"1-": "second"}]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------ warm-up
+def test_warm_up_runs_every_distinct_product_for_every_size(world: World) -> None:
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [1e-3] * 4 + [2e-3], "quick": [2e-3] * 4 + [1e-3]}
+    model = nn.Sequential()
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        for index, columns in enumerate((64, 128, 64)):
+            model.append(layer_of(make_weight(columns=columns, seed=index)))
+    assert [linear.product for linear in linears_of(model)][::2] == [make_weight().product] * 2
+    world.calls.clear()
+    assert warm_up_fp4_gemm(linears_of(model), [1, 7, 24, 7]) == 2
+    assert world.calls == [("quick", 24), ("slow", 7), ("slow", 1)] * 2
+
+
+def test_the_choice_depends_on_the_shape_only(world: World) -> None:
+    """So a compiled or captured call holds one choice."""
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [1e-3, 2e-3], "quick": [2e-3, 1e-3]}
+    linear = tuned(make_weight())
+    for x in (torch.zeros(3, 64), torch.full((3, 64), float("nan")), torch.randn(1, 3, 64)):
+        world.calls.clear()
+        linear(x.bfloat16())
+        assert world.calls == [("quick", 3)]
+
+
+def test_layouts_that_differ_cannot_share(world: World) -> None:
+    world.add("row")
+    world.add("column", layout="other")
+    world.add("padded", layout="row", multiples=(32, 1))
+    world.add("joined", layout="row", per_column=True)
+    row = backends()["row"]()
+    for other in ("column", "padded", "joined", "torch"):
+        with pytest.raises(ValueError, match=f"row and {other} have different layouts"):
+            NvFp4Linear(make_weight(), row, backends()[other]())
