@@ -1,0 +1,1 @@
+"""What SGLang's own NVFP4 GEMM tests import from ``sglang.test``, so that their files run here unchanged."""
