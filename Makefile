@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PORT ?= 30000
 STAMP := $(VENV)/.installed
+FLASHINFER ?= 0.7.4
+FLASHINFER_STAMP := $(VENV)/.flashinfer-installed
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test test-flashinfer mutants lint format docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,11 +15,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,dev]'
 	@touch $@
 
+# The contract tests run FlashInfer's Python code on a CPU; see the requirements file for why without dependencies.
+$(FLASHINFER_STAMP): $(STAMP) tests/requirements-flashinfer.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-flashinfer.txt
+	@touch $@
+
+# Another version, beside the environment's: it comes first on PYTHONPATH.
+.flashinfer-%/.installed: | $(FLASHINFER_STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) flashinfer-python==$*
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/python -m sglang.demo_model --serve --port $(PORT)
 
-test: $(STAMP)
+test: $(FLASHINFER_STAMP)
 	$(BIN)/python -m pytest
+
+# The contract tests against another FlashInfer than `make test` has.
+test-flashinfer: .flashinfer-$(FLASHINFER)/.installed
+	CONTRACT_FLASHINFER=$(FLASHINFER) PYTHONPATH=.flashinfer-$(FLASHINFER) $(BIN)/python -m pytest tests/contract
+
+# Deliberate faults in the FlashInfer backends: at least one contract test must fail for each. Four minutes on one core.
+mutants: .flashinfer-$(FLASHINFER)/.installed
+	$(BIN)/python tests/contract/check_mutants.py --flashinfer-07 .flashinfer-$(FLASHINFER)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,4 +52,4 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .flashinfer-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
