@@ -135,6 +135,23 @@ def test_what_cannot_be_written_is_said_once(obstacle: str, tmp_path: Path, capl
     assert caplog.text.count("measurements can't be kept") == 1 and not cache.writable
 
 
+def test_a_file_that_appears_while_reading_is_not_said_to_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    cache = TuningCache(tmp_path, STAMP)
+    original = fp4_autotune_cache._read
+
+    def late(file: Path) -> object:
+        monkeypatch.setattr(fp4_autotune_cache, "_read", original)
+        TuningCache(tmp_path, STAMP).write(ONE)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(fp4_autotune_cache, "_read", late)
+    assert cache.read() == {}
+    assert not caplog.records
+
+
 WRITER = """
 import sys
 from pathlib import Path

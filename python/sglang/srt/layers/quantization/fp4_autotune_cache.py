@@ -132,6 +132,8 @@ class TuningCache:
         others: list[tuple[list[str], Path]] = []
         try:
             for file in sorted(self.file.parent.glob("*.json")):
+                if file == self.file:  # written since
+                    continue
                 try:
                     others.append((_differences(self.stamp, _read(file).stamp), file))
                 except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # not one of ours, or of no use
