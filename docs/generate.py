@@ -46,6 +46,7 @@ _COMPLETE = Target(
     cudnn="9.23.1",
     cudnn_frontend="1.32.0",
     cutlass_dsl="4.8.0",
+    nvrtc="13.5",
 )
 # What may be missing on a machine that is complete otherwise.
 _GAPS: tuple[dict[str, Any], ...] = (
@@ -57,6 +58,8 @@ _GAPS: tuple[dict[str, Any], ...] = (
     {"cudnn": None},
     {"cudnn_frontend": None},
     {"cutlass_dsl": None},
+    {"nvrtc": None},
+    {"nvrtc": "11.8"},
 )
 
 
@@ -155,6 +158,7 @@ def supported_hardware() -> str:
         return f"`{resolve_fp4_gemm_backend('auto', None, replace(target, weight_only=weight_only)).name}`"
 
     names = list(backends())
+    keeping = ", ".join(f"`{name}`" for name, backend in backends().items() if backend.keeps_activations)
     rows = []
     for device, target in TARGETS.items():
         example = _GPUS[target.capability] if target.capability else "any"
@@ -176,8 +180,10 @@ def supported_hardware() -> str:
         + "# Supported hardware\n\nWhich `--fp4-gemm-backend` multiplies NVFP4 weights on which device, and which one "
         + f"`auto` takes there. Assumed: FlashInfer {_COMPLETE.flashinfer}, CUDA {_COMPLETE.cuda}, cuDNN "
         + f"{_COMPLETE.cudnn}, nvidia-cudnn-frontend {_COMPLETE.cudnn_frontend}, nvidia-cutlass-dsl "
-        + f"{_COMPLETE.cutlass_dsl}, bfloat16 activations. Where W4A4 and weight-only layers differ, a cell says "
-        + "W4A4 / weight-only. `python -m sglang.check_env` says the same for the machine it runs on, and "
+        + f"{_COMPLETE.cutlass_dsl}, NVRTC {_COMPLETE.nvrtc}, bfloat16 activations, for `cpu` Linux "
+        + "and a C++ compiler. Where W4A4 and weight-only layers "
+        + f"differ, a cell says W4A4 / weight-only. {keeping} multiplies W4A4 layers with their activations kept in 16 "
+        + "bits ([nvfp4.md](nvfp4.md)). `python -m sglang.check_env` says the same for the machine it runs on, and "
         + "`python -m sglang.verify_fp4` whether what runs computes the right thing ([verifying.md](verifying.md)).\n\n"
         + _table([*header, "`auto`, W4A4", "`auto`, weight-only"], rows)
         + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +52,9 @@ class World:
         return seconds[min((rows - 1).bit_length(), len(seconds) - 1)]
 
     def time_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let ``torch`` too take its time: long, unless ``seconds`` says otherwise."""
+        """Let ``torch`` too take its time: long, unless ``seconds`` says otherwise. ``cpu``, which has none, goes."""
         torch_backend = backends()["torch"]
+        monkeypatch.delitem(fp4_utils._names, "cpu", raising=False)
         apply = torch_backend.apply
         self.seconds["torch"] = (1.0,)
 
@@ -81,15 +82,18 @@ class World:
         variants: tuple[str, ...] = ("",),
         multiples: tuple[int, int] = (16, 1),
         per_column: bool = False,
+        keeps: bool = False,
         reason: Callable[[Target], str | None] = lambda target: None,
     ) -> type[Fp4GemmBackend]:
-        """Register a backend; ``auto`` prefers a higher ``priority``."""
+        """Register a backend; ``auto`` prefers a higher ``priority``. ``keeps``: its ``keeps_activations``."""
         world = self
 
         def init(self: Fp4GemmBackend, variant: str = "") -> None:
             self.variant = variant
 
         def prepare(self: Fp4GemmBackend, weight: NvFp4Weight) -> FakeWeight:
+            if keeps:
+                weight = replace(weight, activation=Activation.NONE)
             prepared = FakeWeight(self.name, backends()["torch"]().prepare(weight))
             world.prepared.append(weakref.ref(prepared))
             return prepared
@@ -117,6 +121,7 @@ class World:
             "in_multiple": multiples[0],
             "out_multiple": multiples[1],
             "per_column_scale": per_column,
+            "keeps_activations": keeps,
             "__init__": init,
             "priority": classmethod(lambda cls, target: priority),
             "unsupported_reason": classmethod(lambda cls, target: reason(target)),

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang.kernels import cpu_extension
 from sglang.srt.environ import envs
 from sglang.srt.layers.quantization.fp4_backends.flashinfer import AUTO_TABLE
 from sglang.srt.layers.quantization.fp4_utils import backends
@@ -21,6 +22,17 @@ def generate():
 
 def test_pages_in_the_repository_are_fresh(generate, capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_pages_do_not_depend_on_the_machine(generate, monkeypatch, tmp_path):
+    def asked(*arguments):
+        raise AssertionError("a page depends on this machine")
+
+    for name in ("load", "unavailable", "fix"):
+        monkeypatch.setattr(cpu_extension, name, asked)
+    monkeypatch.setattr("shutil.which", asked)
+    monkeypatch.setattr("subprocess.run", asked)
+    assert generate.main([], tmp_path) == 0
 
 
 def test_check_finds_stale_and_missing_pages(generate, tmp_path, capsys):

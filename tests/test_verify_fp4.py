@@ -202,6 +202,29 @@ def test_a_quantiser_that_is_left_out_or_too_much_is_caught(stand: Stand, capsys
     assert ("quantised", "W4A16, 3 parts, bias") in wrong
 
 
+def test_a_backend_that_keeps_activations_is_held_against_the_weight_only_product(
+    stand: Stand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand.add("keeper", before=lambda w: replace(w, activation=Activation.NONE), keeps_activations=True)
+    stand.add("quantiser", keeps_activations=True)
+    status, report = verify(capsys, *SMALL, "--dtype", "bfloat16", "--backend", "keeper", "quantiser", "torch")
+    assert status == 1
+    kinds = {name: [row["kind"] for row in report["rows"] if row["backend"] == name][::2] for name in stand.names}
+    assert kinds["keeper"] == [
+        "W4A4 static, activations kept, 3 parts",
+        "W4A4 dynamic, activations kept, bias",
+        "W4A4 static, activations kept, bias, any input",
+        "W4A16, 3 parts, bias",
+    ]
+    assert all(row["verdict"] == "ok" for row in report["rows"] if row["backend"] != "quantiser"), report["rows"]
+    assert all(row["bound"] < 6e-3 for row in report["rows"] if row["backend"] == "keeper")
+    wrong = [row["kind"] for row in report["rows"] if row["verdict"] != "ok"]
+    assert "W4A4 static, activations kept, bias, any input" in wrong and "W4A16, 3 parts, bias" not in wrong
+    assert {row["kind"] for row in report["rows"] if row["backend"] == "torch"} == {
+        kind.replace(", activations kept", "") for kind in kinds["keeper"]
+    }
+
+
 def test_a_quantiser_with_approximate_reciprocals_passes(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows on the grid must not depend on it, the others allow for it."""
     stand.add("approximate", inside=lambda x: (x.double() * (1 + 2e-3)).to(x.dtype))

@@ -149,8 +149,9 @@ class ServerArgs:
     fp4_gemm_runner_backend: Annotated[
         str,
         Flag(
-            "Kernel of NVFP4 linear layers: cudnn, cutlass, cutedsl, trtllm, b12x, torch, or auto, which takes the "
-            "best one that runs here. `python -m sglang.check_env` gives for each the reason why it can't run.",
+            "Kernel of NVFP4 linear layers: cudnn, cutlass, cutedsl, trtllm, b12x, w4a16, cpu, torch, or auto, which "
+            "takes the best one that runs here. `python -m sglang.check_env` gives for each the reason why it can't "
+            "run.",
             names=("--fp4-gemm-backend",),
         ),
     ] = "auto"

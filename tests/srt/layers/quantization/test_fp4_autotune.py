@@ -19,7 +19,13 @@ from sglang.srt.errors import StartupError
 from sglang.srt.layers.quantization import fp4_autotune_measure, fp4_autotune_timing, fp4_utils
 from sglang.srt.layers.quantization.fp4_autotune import Autotuner, candidates_for
 from sglang.srt.layers.quantization.fp4_autotune_measure import NOISE, choose
-from sglang.srt.layers.quantization.fp4_utils import Target, backends, resolve_fp4_gemm_backend
+from sglang.srt.layers.quantization.fp4_utils import (
+    Fp4GemmBackend,
+    PreparedWeight,
+    Target,
+    backends,
+    resolve_fp4_gemm_backend,
+)
 from sglang.srt.layers.quantization.nvfp4 import install
 from sglang.srt.layers.quantization.nvfp4_linear import (
     Activation,
@@ -187,6 +193,45 @@ def test_auto_asks_every_backend_about_the_layer(world: World) -> None:
     assert [one.label for one in candidates_for(target, default)] == ["first", "small", "torch", "unasked"]
     wide = replace(target, in_features=128)
     assert "small" not in {one.label for one in candidates_for(wide, default)}
+
+
+def test_the_arithmetic_of_a_w4a4_layer_is_the_defaults(world: World) -> None:
+    world.add("keeper", priority=9, keeps=True)
+    world.add("quantiser", priority=5)
+    world.add("keeper2", keeps=True)
+    w4a4 = Target("cpu").for_layer(64, 32, False, torch.bfloat16)
+    keeper, quantiser = backends()["keeper"](), backends()["quantiser"]()
+
+    def labels(target: Target, default: Fp4GemmBackend) -> list[str]:
+        return [one.label for one in candidates_for(target, default)]
+
+    assert labels(w4a4, keeper) == ["keeper", "keeper2"]
+    assert labels(w4a4, quantiser) == ["quantiser", "torch"]
+    weight_only = replace(w4a4, weight_only=True)
+    assert labels(weight_only, keeper) == ["keeper", "quantiser", "keeper2", "torch"]
+
+
+def test_what_keeps_activations_is_held_against_the_weight_only_product(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.add("keeper", priority=9, keeps=True)
+    world.add("keeper2", keeps=True)
+    world.add("quantises_after_all", keeps=True)
+    world.seconds |= {"keeper": [2e-3], "keeper2": [1e-3], "quantises_after_all": [0.1e-3]}
+    backends()["quantises_after_all"].prepare = backends()["torch"].prepare  # type: ignore[method-assign]
+    backends()["quantises_after_all"].apply = quantised  # type: ignore[assignment, method-assign]
+    for activation in (Activation.STATIC, Activation.DYNAMIC):
+        assert tuned(make_weight(activation=activation)).choices == {"1-": "keeper2"}
+        assert "quantises_after_all is not used: with N=32" in caplog.text
+        assert "keeper2 is not used" not in caplog.text
+
+
+def quantised(
+    backend: Fp4GemmBackend, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """W4A4 as ``torch`` computes it, by a backend that says it does not."""
+    torch_backend = backends()["torch"]()
+    return torch_backend.apply(x, replace(weight, backend="torch"), bias)
 
 
 def test_one_candidate_is_checked_and_not_timed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

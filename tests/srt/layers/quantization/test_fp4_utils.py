@@ -21,7 +21,7 @@ from sglang.srt.layers.quantization.fp4_utils import (
 
 VARIABLE = "SGLANG_FLASHINFER_FP4_GEMM_BACKEND"
 B200 = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
-NEWEST = Target("cuda", (10, 0), "13.0", "0.7.4", "9.23.1", "1.32.0", "4.8.0")
+NEWEST = Target("cuda", (10, 0), "13.0", "0.7.4", "9.23.1", "1.32.0", "4.8.0", nvrtc="13.5")
 CPU = Target("cpu")
 
 
@@ -72,8 +72,8 @@ def test_unknown_value_from_either_lists_the_valid_names(flag: str, variable: st
 def test_prefix_on_a_name_that_has_none_is_explained() -> None:
     with pytest.raises(ArgumentError, match="did you mean torch"):
         normalize_backend_name("flashinfer_torch")
-    with pytest.raises(ArgumentError, match=r"w4a16: .*not in this version"):
-        normalize_backend_name("w4a16")
+    with pytest.raises(ArgumentError, match="did you mean w4a16"):
+        normalize_backend_name("flashinfer_w4a16")
 
 
 # ------------------------------------------------------------------------------------------------------ devices
@@ -83,23 +83,24 @@ def test_named_backend_that_cannot_run_lists_every_reason() -> None:
     lines = str(info.value).splitlines()
     assert "can't run on cpu" in lines[0]
     assert len(lines) == 1 + len(backends())
-    assert any(line.strip() == "torch: can run here" for line in lines)
-    assert all("needs a CUDA GPU" in line for line in lines[1:] if "torch" not in line)
+    can_run = {line.strip() for line in lines if "can run here" in line}
+    assert can_run == {"torch: can run here", "cpu: can run here"}
+    assert all("needs a CUDA GPU" in line for line in lines[1:] if line.strip() not in can_run)
 
 
 ON_ALL = {  # capability -> (what auto takes with everything installed, backends that can run)
-    None: ("torch", {"torch"}),
+    None: ("cpu", {"torch", "cpu"}),
     (7, 5): ("torch", {"torch"}),
-    (8, 0): ("torch", {"torch"}),
-    (8, 6): ("torch", {"torch"}),
-    (8, 9): ("torch", {"torch"}),
-    (9, 0): ("torch", {"torch"}),
-    (10, 0): ("cutedsl", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
-    (10, 3): ("cutedsl", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
-    (10, 7): ("cudnn", {"torch", "cudnn", "cutlass", "cutedsl", "trtllm"}),
-    (11, 0): ("cutlass", {"torch", "cudnn", "cutlass"}),
-    (12, 0): ("b12x", {"torch", "cudnn", "cutlass", "cutedsl", "b12x"}),
-    (12, 1): ("cutlass", {"torch", "cudnn", "cutlass", "cutedsl", "b12x"}),
+    (8, 0): ("w4a16", {"torch", "w4a16"}),
+    (8, 6): ("w4a16", {"torch", "w4a16"}),
+    (8, 9): ("w4a16", {"torch", "w4a16"}),
+    (9, 0): ("w4a16", {"torch", "w4a16"}),
+    (10, 0): ("cutedsl", {"torch", "w4a16", "cudnn", "cutlass", "cutedsl", "trtllm"}),
+    (10, 3): ("cutedsl", {"torch", "w4a16", "cudnn", "cutlass", "cutedsl", "trtllm"}),
+    (10, 7): ("cudnn", {"torch", "w4a16", "cudnn", "cutlass", "cutedsl", "trtllm"}),
+    (11, 0): ("cutlass", {"torch", "w4a16", "cudnn", "cutlass"}),
+    (12, 0): ("b12x", {"torch", "w4a16", "cudnn", "cutlass", "cutedsl", "b12x"}),
+    (12, 1): ("cutlass", {"torch", "w4a16", "cudnn", "cutlass", "cutedsl", "b12x"}),
     (13, 0): ("torch", {"torch"}),
 }
 
@@ -154,7 +155,7 @@ def test_cuda_version_per_device() -> None:
 
 def test_resolution_reads_as_one_line() -> None:
     text = str(resolve_fp4_gemm_backend("auto", None, CPU))
-    assert text.startswith("FP4 GEMM backend: torch (requested: auto). Not here: ")
+    assert text.startswith("FP4 GEMM backend: cpu (requested: auto). Not here: ")
     assert "\n" not in text and "cudnn, cutlass, cutedsl, trtllm, b12x: needs a CUDA GPU" in text
 
 
@@ -190,14 +191,14 @@ def test_every_backend_of_this_version_has_a_member() -> None:
     assert not Fp4GemmRunnerBackend.TORCH.is_flashinfer()
 
 
-@pytest.mark.parametrize("first", ["flashinfer", "torch_reference"])
+@pytest.mark.parametrize("first", ["flashinfer", "w4a16", "torch_reference"])
 def test_the_order_does_not_depend_on_what_was_imported_first(first: str) -> None:
     code = (
         f"import sglang.srt.layers.quantization.fp4_backends.{first}\n"
         "from sglang.srt.layers.quantization.fp4_utils import backends; print(*backends())"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
-    assert result.stdout.split() == ["cudnn", "cutlass", "cutedsl", "trtllm", "b12x", "torch"]
+    assert result.stdout.split() == ["cudnn", "cutlass", "cutedsl", "trtllm", "b12x", "w4a16", "cpu", "torch"]
 
 
 def test_a_taken_name_is_an_error_and_a_new_one_registers() -> None:
@@ -226,7 +227,7 @@ def test_import_needs_neither_cuda_nor_flashinfer() -> None:
     code = (
         "import sys; sys.modules['flashinfer'] = None\n"
         "from sglang.srt.layers.quantization import fp4_utils as f\n"
-        "assert f.resolve_fp4_gemm_backend('auto', None, f.Target('cpu')).name == 'torch'\n"
+        "assert f.resolve_fp4_gemm_backend('auto', None, f.Target('cpu')).name == 'cpu'\n"
         "import torch; assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -32,12 +32,20 @@ MAX_ROWS = 8192
 
 def candidates_for(target: Target, default: Fp4GemmBackend) -> list[Fp4GemmBackend]:
     """What may multiply the layer of ``target``: the variants of ``default``, and for ``--fp4-gemm-backend auto`` those
-    of every other backend that can, in the order of ``auto``."""
+    of every other backend that can, in the order of ``auto``. None changes what is computed: for a W4A4 layer, all
+    quantise the input as the default does, or all keep it as the default does."""
     resolution = fp4_utils.get_fp4_gemm_resolution()
     types = [type(default)]
     if resolution is None or resolution.requested == "auto":
         others = dict.fromkeys([*fp4_utils.candidates(target), *backends().values()])
-        types += [other for other in others if other not in types and other.unsupported_reason(target) is None]
+        keeps = None if target.weight_only else types[0].keeps_activations
+        types += [
+            other
+            for other in others
+            if other not in types
+            and keeps in (None, other.keeps_activations)
+            and other.unsupported_reason(target) is None
+        ]
     return [variant for backend in types for variant in backend.variants(target)]
 
 

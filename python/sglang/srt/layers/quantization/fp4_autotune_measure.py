@@ -70,7 +70,8 @@ def measure(
     dropped: Mapping[str, str],
     cache: Path | None,
 ) -> Measurement:
-    """Compare ``candidates``, the default first, on the weight of layer ``name`` for each number of ``rows``.
+    """Compare ``candidates``, the default first, on the weight of layer ``name`` for each number of ``rows``. If the
+    layer is W4A4, all of them quantise its input or all keep it.
 
     Args:
         dropped: label to what was wrong with it for another product; such a candidate is not tried again.
@@ -84,7 +85,7 @@ def measure(
     layer = f"layer {name} ({weight.product})"
     candidates = [candidate for candidate in candidates if candidate.label not in dropped]
     layouts = {candidate.label: layout_of(candidate) for candidate in candidates}
-    probe = Probe.make(weight, max(rows))
+    probe = Probe.make(weight, max(rows), any(candidate.keeps_activations for candidate in candidates))
     right: list[Fp4GemmBackend] = []
     times: dict[str, list[float]] = {}
     problems: dict[str, str] = {}

@@ -52,7 +52,7 @@ class Probe:
     exact: Exact
 
     @staticmethod
-    def make(weight: NvFp4Weight, rows: int) -> Probe:
+    def make(weight: NvFp4Weight, rows: int, activations_kept: bool = False) -> Probe:
         generator = torch.Generator().manual_seed(0)
         period = min(rows, _PROBE_ROWS)
         base = torch.randn(period, weight.in_features, generator=generator).clamp_(-_LARGEST, _LARGEST)
@@ -62,7 +62,7 @@ class Probe:
             base *= weight.input_scale * (E2M1_MAX * E4M3_MAX / _LARGEST)
             if weight.pre_quant_scale is not None:
                 base /= weight.pre_quant_scale.abs().mean().clamp(min=1e-6)
-        layer = Layer(weight.product, weight, None, on_grid=False)
+        layer = Layer(weight.product, weight, None, on_grid=False, activations_kept=activations_kept)
         exact = exact_product(layer, base.to(weight.dtype))
         excess = float(exact.y.abs().max()) / (torch.finfo(weight.dtype).max / 4)
         if excess > 1:  # float16 could not hold the result

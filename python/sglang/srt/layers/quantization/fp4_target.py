@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from packaging.version import InvalidVersion, Version
 
+from sglang.kernels import cpu_extension, nvrtc
+
 
 @dataclass(frozen=True)
 class Target:
@@ -21,8 +23,9 @@ class Target:
 
     ``capability`` is the compute capability as (major, minor), None off CUDA. Versions are None where the package is
     absent (``cudnn`` is the backend library, ``cuda`` the toolkit torch was built with, ``nvcc`` the release of the
-    compiler that FlashInfer would call). ``prebuilt``: FlashInfer's kernels need no compiler. ``weight_only`` None and
-    sizes 0 mean: no layer in particular.
+    compiler that FlashInfer would call, ``nvrtc`` the library that compiles ours). ``prebuilt``: FlashInfer's kernels
+    need no compiler. ``cpu_kernel``: why backend ``cpu`` can't have its library, None if it can. ``weight_only`` None
+    and sizes 0 mean: no layer in particular.
     """
 
     device: str
@@ -40,13 +43,20 @@ class Target:
     flashinfer_jit_cache: str | None = None
     nvcc: str | None = None
     prebuilt: bool = True
+    cpu_kernel: str | None = None
+    nvrtc: str | None = None
 
     @staticmethod
     def current(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Target:
-        """The machine this process runs on."""
+        """The machine this process runs on. For a CPU, compiles its kernel unless that was done before."""
         device = torch.device(device)
         if device.type != "cuda":
-            return Target(device=device.type, dtype=dtype, flashinfer=_installed("flashinfer-python"))
+            return Target(
+                device=device.type,
+                dtype=dtype,
+                flashinfer=_installed("flashinfer-python"),
+                cpu_kernel=cpu_extension.unavailable() if device.type == "cpu" else None,
+            )
         unchecked = bool(os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"))
         return Target(
             device="cuda",
@@ -61,6 +71,7 @@ class Target:
             flashinfer_jit_cache=None if unchecked else _installed("flashinfer-jit-cache"),
             nvcc=_nvcc_version(),
             prebuilt=_installed("flashinfer-jit-cache") is not None or _compiled_before(),
+            nvrtc=nvrtc.version() or None,
         )
 
     def for_layer(self, in_features: int, out_features: int, weight_only: bool, dtype: torch.dtype) -> Target:

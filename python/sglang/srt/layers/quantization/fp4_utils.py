@@ -34,12 +34,6 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "sglang.fp4_gemm_backends"
 FLAG = "--fp4-gemm-backend"
 
-# Names that this version reserves and does not have; a registered backend of the name takes precedence.
-RESERVED = {
-    "w4a16": "the weight-only kernel for SM80 to SM90 is not in this version yet; torch runs there, slowly",
-    "cpu": "the CPU kernel is not in this version yet; torch runs there",
-}
-
 
 # ------------------------------------------------------------------------------------------------------ backends
 @dataclass
@@ -74,6 +68,7 @@ class Fp4GemmBackend(ABC):
         in_multiple, out_multiple: K and N are padded with zeros to multiples of these before ``prepare``.
         per_column_scale: whether one call can apply a global scale per output column. Without it, a fused layer
             whose parts have different global scales is multiplied part by part.
+        keeps_activations: W4A4 layers are multiplied as weight-only ones, with the activations as they come.
         layout: backends with the same one read the same prepared bytes. Empty: the backend's name.
         variant: which of its kernels an instance uses; empty: its own default. See :meth:`variants`.
     """
@@ -83,6 +78,7 @@ class Fp4GemmBackend(ABC):
     in_multiple: ClassVar[int] = 16
     out_multiple: ClassVar[int] = 1
     per_column_scale: ClassVar[bool] = False
+    keeps_activations: ClassVar[bool] = False
     layout: ClassVar[str] = ""
     variant: str = ""
 
@@ -186,8 +182,6 @@ def normalize_backend_name(value: str, source: str = FLAG) -> str:
     if name in _names:
         return _names[name].name
     bare = name.removeprefix("flashinfer_")
-    if bare in RESERVED:
-        raise ArgumentError(f"{source} {value}: {RESERVED[bare]}")
     hint = f" (did you mean {_names[bare].name}?)" if bare in _names else ""
     raise ArgumentError(f"{source} {value!r} is not an FP4 GEMM backend{hint}; valid: auto, {', '.join(backends())}")
 
@@ -198,7 +192,7 @@ class Resolution:
     """What was asked for, where, and what it came to.
 
     ``source`` is "default", the flag or the variable. ``reasons`` has every backend that can't run on the target.
-    ``warnings`` are to be logged once.
+    ``warnings`` are to be logged once. ``advice``: the command for a backend that ``auto`` would rather have taken.
     """
 
     requested: str
@@ -206,6 +200,7 @@ class Resolution:
     name: str
     reasons: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    advice: str = ""
 
     def __str__(self) -> str:
         asked = self.requested if self.source == "default" else f"{self.requested}, from {self.source}"
@@ -213,9 +208,10 @@ class Resolution:
         for name, reason in self.reasons.items():
             names_by_reason.setdefault(reason, []).append(name)
         passed_over = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items())
-        return f"FP4 GEMM backend: {self.name} (requested: {asked})" + (
-            f". Not here: {passed_over}" if passed_over else ""
-        )
+        parts = [f"FP4 GEMM backend: {self.name} (requested: {asked})"]
+        parts += [f"Not here: {passed_over}"] if passed_over else []
+        parts += [self.advice] if self.advice else []
+        return ". ".join(parts)
 
     def as_dict(self) -> dict[str, object]:
         reasons = dict(self.reasons)
@@ -251,9 +247,12 @@ def resolve_fp4_gemm_backend(requested: str, env_value: str | None, target: Targ
             lines = "\n".join(f"  {key}: {reasons.get(key, 'can run here')}" for key in backends())
             raise ArgumentError(f"{source} {name} can't run on {target}. FP4 GEMM backends:\n{lines}")
         return Resolution(name, source, name, reasons, tuple(warnings))
+    advice = ""
     for backend in candidates(target):
         if backend.name not in reasons:
-            return Resolution("auto", source, backend.name, reasons, tuple(warnings))
+            return Resolution("auto", source, backend.name, reasons, tuple(warnings), advice)
+        fix = None if advice else backend.fix(target)
+        advice = f"To have {backend.name}: {fix}" if fix else advice
     raise StartupError(f"no FP4 GEMM backend runs on {target}: {reasons}")
 
 

@@ -1,7 +1,8 @@
 """Holding NVFP4 GEMM backends against the exact product: layers, inputs, what is right, and how far off is right too.
 
-The reference is a float64 product of the exactly dequantised weight and, for W4A4, of the exactly quantised input. It
-shares no code with any backend, ``torch`` included. Everything runs on the device of its operands.
+The reference is a float64 product of the exactly dequantised weight and, for W4A4, of the exactly quantised input (of
+the input as it is, for a backend that keeps activations). It shares no code with any backend, ``torch`` included.
+Everything runs on the device of its operands.
 
 How far a right backend may be off, with ``u`` half a unit in the last place of the output's dtype (2^-8 for bfloat16,
 2^-11 for float16, 2^-24 for float32):
@@ -81,18 +82,26 @@ class Layer:
 
     Attributes:
         on_grid: inputs are values that NVFP4 represents, so that every quantiser finds the same codes.
+        activations_kept: the input of a W4A4 layer is not quantised (``Fp4GemmBackend.keeps_activations``).
     """
 
     name: str
     weight: NvFp4Weight
     bias: torch.Tensor | None
     on_grid: bool
+    activations_kept: bool = False
+
+    @property
+    def activation(self) -> Activation:
+        """What happens to the input in the exact product."""
+        return Activation.NONE if self.activations_kept else self.weight.activation
 
     @property
     def kind(self) -> str:
         """What is multiplied, "W4A4 static, 3 parts, bias"."""
         weight = self.weight
         words = ["W4A16" if weight.activation is Activation.NONE else f"W4A4 {weight.activation.value}"]
+        words += ["activations kept"] if weight.activation is not self.activation else []
         words += [f"{len(weight.part_sizes)} parts"] if len(weight.part_sizes) > 1 else []
         words += ["bias"] if self.bias is not None else []
         words += ["any input"] if weight.activation is not Activation.NONE and not self.on_grid else []
@@ -243,7 +252,7 @@ def _input_of_part(layer: Layer, part: int, x: torch.Tensor) -> _Input:
     if weight.pre_quant_scale is not None:
         x = (x.float() * weight.pre_quant_scale[part]).to(weight.dtype)
     none = torch.zeros(x.shape[0], 1, dtype=torch.float64, device=x.device)
-    if weight.activation is Activation.NONE:
+    if layer.activation is Activation.NONE:
         return _Input(x.double(), x.double().norm(dim=1, keepdim=True), none, none)
     scale, inverse = weight.activation_scales(x)
     packed, block_scales = quantize_nvfp4(x, inverse)
@@ -357,7 +366,7 @@ def check_layer(linear: NvFp4Linear, layer: Layer, x: torch.Tensor, exact: Exact
     finding = Finding(_compare(y, exact), exact.error(y), float((y.double() - exact.y).abs().max()))
     if finding.ok and not torch.equal(_bits(y), _bits(linear(x, layer.bias))):
         return replace(finding, verdict="two calls with the same input differ")
-    if finding.ok and x.shape[0] > 1 and layer.weight.activation is not Activation.DYNAMIC:
+    if finding.ok and x.shape[0] > 1 and layer.activation is not Activation.DYNAMIC:
         last = Exact(exact.y[-1:], exact.limit[-1:], exact.size[-1:], float("inf"))
         alone = _compare(linear(x[-1:], layer.bias), last)
         if alone != "ok":

@@ -103,16 +103,20 @@ class Verification:
             weight.in_features, weight.out_features, weight.activation is Activation.NONE, weight.dtype
         )
         dense = dense_weight(layer)
-        batches = [self._batch(layer, rows, dense) for rows in sizes]
+        batches: dict[bool, list[Batch]] = {}
         for name in self.names:
             backend = backends()[name]
             reason = backend.unsupported_reason(target)
             if reason is not None:
-                self.skipped.setdefault(name, Counter())[reason] += len(batches)
+                self.skipped.setdefault(name, Counter())[reason] += len(sizes)
                 continue
+            kept = backend.keeps_activations and weight.activation is not Activation.NONE
+            layer = replace(layer, activations_kept=kept)
+            if kept not in batches:
+                batches[kept] = [self._batch(layer, rows, dense) for rows in sizes]
             linear: NvFp4Linear | None = None
             for variant in backend.variants(target):
-                for batch in batches:
+                for batch in batches[kept]:
                     on_row(f"{variant.label} {layer.name} {layer.kind} M={batch.x.shape[0]}")
                     linear = self._row(layer, batch, variant, linear)
 

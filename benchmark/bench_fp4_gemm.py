@@ -1,0 +1,328 @@
+"""Time and error of NVFP4 linear layers: our backends and whatever peers are installed, in one run.
+
+    python benchmark/bench_fp4_gemm.py --graph --output benchmark/results/h200_w4a16.json --plot h200_w4a16.png
+    OMP_NUM_THREADS=1 python benchmark/bench_fp4_gemm.py --device cpu --backends cpu,cpu:w4a4,bf16,llama.cpp \
+        --shapes 4096x4096,4096x14336 --m 1,16,64,256 --output benchmark/results/cpu_fp4_gemm_1thread.json
+
+Rotates over copies of each weight (on a CPU, reads other memory before each call), so that caches hold none of it, and
+reports the median call. ``--graph`` replays a CUDA graph of calls, which leaves out the host; calls may then overlap as
+their kernels allow. ``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact
+weights, over at most 64 rows.
+Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with bfloat16 weights), ``humming`` (pip install
+humming-kernels), ``llama.cpp`` (CPU; pip install llama-cpp-python). One that is absent or refuses a shape is named and
+passed over. ``cpu:w4a4`` and the like quantise the input too, which alone makes an error of 0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.quantization.nvfp4_utils import E2M1_VALUES
+
+SHAPES = "4096x4096,6144x4096,28672x4096,4096x14336,57344x8192,8192x28672"  # N x K
+ROWS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
+GLOBAL_SCALE = 2e-3
+COLD_BYTES = 300_000_000  # that a round over the copies reads: several times any L2
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An NVFP4 weight of random codes: ``packed`` uint8 [N, K / 2], ``scale`` float8_e4m3fn [N, K / 16]."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def random(n: int, k: int, device: str) -> Weight:
+        g = torch.Generator(device).manual_seed(0)
+        packed = torch.randint(0, 256, (n, k // 2), device=device, generator=g, dtype=torch.uint8)
+        scale = torch.rand(n, k // 16, device=device, generator=g) * 3 + 0.02
+        return Weight(packed, scale.to(torch.float8_e4m3fn))
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes
+
+    def values(self, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
+        """Without the global scale."""
+        packed, scale = self.packed[rows], self.scale[rows]
+        table = torch.tensor(E2M1_VALUES, dtype=dtype, device=packed.device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        return table[codes.int()] * scale.to(dtype).repeat_interleave(16, dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------- backends
+def w4a16_kernels(weight: Weight, dtype: torch.dtype) -> Call:
+    """The kernels of backend ``w4a16`` without the layer around them."""
+    from sglang.kernels import w4a16
+    from sglang.kernels.w4a16_layout import pack
+
+    n, k = weight.packed.shape[0], weight.packed.shape[1] * 2
+    w4a16.prepare(dtype, 0)
+    packed = pack(weight.packed, weight.scale, dtype)
+    scale = torch.full((n,), GLOBAL_SCALE, device=packed.device)
+    device = w4a16.device(0)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(x.shape[0], n)
+        w4a16.gemm(x, packed, scale, None, ((n, GLOBAL_SCALE),), y, device.choose(x.shape[0], n, k))
+        return y
+
+    return call
+
+
+def registered(full_name: str) -> Callable[[Weight, torch.dtype], Call]:
+    """A backend of the registry."""
+    name, _, kind = full_name.partition(":")
+
+    def make(weight: Weight, dtype: torch.dtype) -> Call:
+        from sglang.srt.layers.quantization.fp4_utils import Target, backends
+        from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4Weight
+
+        n, k = weight.packed.shape[0], weight.packed.shape[1] * 2
+        if name not in backends():
+            raise ValueError(f"not a backend; there are {', '.join((*MAKERS, *backends()))}")
+        backend = backends()[name]
+        weight_only = name in ("torch", "cpu", "w4a16") and kind != "w4a4"
+        reason = backend.unsupported_reason(Target.current(weight.packed.device).for_layer(k, n, weight_only, dtype))
+        if reason is not None:
+            raise ValueError(reason)
+        one = torch.ones((), device=weight.packed.device)
+        return NvFp4Linear(
+            NvFp4Weight(
+                packed=weight.packed,
+                scale=weight.scale,
+                global_scales=torch.full((1,), GLOBAL_SCALE, device=weight.packed.device),
+                part_sizes=(n,),
+                activation=Activation.NONE if weight_only else Activation.STATIC,
+                dtype=dtype,
+                input_scale=None if weight_only else one / 2688 * 8,
+                input_scale_inv=None if weight_only else 1 / (one / 2688 * 8),
+            ),
+            backend(),
+        )
+
+    return make
+
+
+def bf16(weight: Weight, dtype: torch.dtype) -> Call:
+    matrix = (weight.values(torch.float32) * GLOBAL_SCALE).to(dtype).T
+    return lambda x: x @ matrix
+
+
+def humming(weight: Weight, dtype: torch.dtype) -> Call:
+    from humming.layer import HummingLayer  # type: ignore[import-not-found, unused-ignore]
+
+    n, k = weight.packed.shape[0], weight.packed.shape[1] * 2
+    config = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=dtype).cuda()
+    tensors = {"weight": weight.packed, "weight_scale": weight.scale}
+    layer.load_from_tensors({**tensors, "weight_scale_2": torch.full((1,), GLOBAL_SCALE)})
+    layer.transform()
+    return layer  # type: ignore[no-any-return]
+
+
+def llama_cpp(weight: Weight, dtype: torch.dtype) -> Call:
+    import ggml_peer
+
+    return ggml_peer.make(weight.values(torch.float32), GLOBAL_SCALE)
+
+
+MAKERS: dict[str, Callable[[Weight, torch.dtype], Call]] = {
+    "w4a16": w4a16_kernels,
+    "bf16": bf16,
+    "humming": humming,
+    "llama.cpp": llama_cpp,
+}
+
+
+# --------------------------------------------------------------------------------------------------------- timing
+def microseconds(
+    calls: Sequence[Call], x: torch.Tensor, graph: bool, repeats: int, flush: torch.Tensor | None = None
+) -> float:
+    """Median time of a call, over rounds in which every copy is called once; ``flush`` is read before each on a CPU."""
+    if x.device.type == "cpu":
+        times = []
+        for index in range(repeats + 1):
+            if flush is not None:
+                flush.sum()
+            before = time.perf_counter()
+            calls[index % len(calls)](x)
+            times.append((time.perf_counter() - before) * 1e6)
+        return sorted(times[1:])[len(times[1:]) // 2]
+
+    def round_of_calls() -> None:
+        for call in calls:
+            call(x)
+
+    round_of_calls()
+    torch.cuda.synchronize()
+    run: Callable[[], None] = round_of_calls
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            round_of_calls()
+        run = captured.replay
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def relative_error(call: Call, weight: Weight, x: torch.Tensor) -> float:
+    y, rows = call(x)[-64:], x[-64:].double()
+    difference = total = 0.0
+    for first in range(0, y.shape[1], 4096):
+        part = slice(first, first + 4096)
+        expected = rows @ weight.values(torch.float64, part).T * GLOBAL_SCALE
+        difference += (y[:, part].double() - expected).square().sum().item()
+        total += expected.square().sum().item()
+    return float((difference / total) ** 0.5)
+
+
+def bench(args: argparse.Namespace, result: list[dict[str, Any]]) -> Iterator[None]:
+    """Add rows to ``result``, a shape at a time. Backends take turns at each M, so that they meet the device in the
+    same state of heat and clocks."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    on_cuda = args.device == "cuda"
+    flush = None if on_cuda else torch.ones(args.flush_mib << 18)
+    for n, k in args.shapes:
+        weight = Weight.random(n, k, args.device)
+        made: dict[str, list[Call]] = {}
+        for name in args.backends:
+            read = 2 * n * k if name == "bf16" else weight.nbytes
+            copies = max(2, min(32, -(-COLD_BYTES // read))) if on_cuda else 1
+            try:
+                make = MAKERS.get(name) or registered(name)
+                made[name] = [make(weight, dtype) for _ in range(copies)]
+            except Exception as error:
+                print(f"{name} {n}x{k}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        for m in args.m:
+            x = torch.randn(m, k, device=args.device, generator=torch.Generator(args.device).manual_seed(m)).to(dtype)
+            for name, calls in made.items():
+                try:
+                    rel_err = relative_error(calls[0], weight, x)
+                    if on_cuda:
+                        torch.cuda.synchronize()
+                        time.sleep(args.pause)
+                    few = calls[:2] if m >= 1024 else calls  # a round is then long enough
+                    us = microseconds(few, x, args.graph and on_cuda, 3 if m >= 1024 else args.repeats, flush)
+                except Exception as error:
+                    print(f"{name} {n}x{k} M={m}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
+                row = {"backend": name, "n": n, "k": k, "m": m, "us": round(us, 2)}
+                row |= {"tflops": round(2e-6 * n * k * m / us, 1), "gbps": round(weight.nbytes / us / 1e3, 1)}
+                result.append(row | {"rel_err": float(f"{rel_err:.3e}")})
+        del made
+        if on_cuda:
+            torch.cuda.empty_cache()
+        print_table([row for row in result if (row["n"], row["k"]) == (n, k)])
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------- output
+def print_table(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    cells = {(row["backend"], row["m"]): row for row in rows}
+    print(f"\nN={rows[0]['n']} K={rows[0]['k']}: microseconds (relative error)")
+    print("M".rjust(6), *(name.rjust(20) for name in names))
+    for m in sorted({row["m"] for row in rows}):
+        found = [cells.get((name, m)) for name in names]
+        print(f"{m:6}", *(f"{r['us']:10.1f} ({r['rel_err']:.1e})".rjust(20) if r else "-".rjust(20) for r in found))
+    sys.stdout.flush()
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """TFLOP/s and GB/s against M, one row of axes per shape."""
+    import matplotlib  # type: ignore[import-not-found, unused-ignore]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
+
+    shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    figure, axes = pyplot.subplots(len(shapes), 2, figsize=(11, 3 * len(shapes)), squeeze=False)
+    for (n, k), line in zip(shapes, axes, strict=True):
+        for axis, (key, label) in zip(line, (("tflops", "TFLOP/s"), ("gbps", "GB/s of weights")), strict=True):
+            for name in dict.fromkeys(row["backend"] for row in rows):
+                mine = [row for row in rows if (row["n"], row["k"], row["backend"]) == (n, k, name)]
+                axis.plot([row["m"] for row in mine], [row[key] for row in mine], marker=".", label=name)
+            axis.set(xscale="log", yscale="log", xlabel="M", ylabel=label, title=f"N={n} K={k}")
+            axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def machine(device: str) -> dict[str, Any]:
+    versions = {}
+    for name in ("torch", "humming-kernels", "flashinfer-python"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {"versions": versions, "python": platform.python_version(), "cuda": torch.version.cuda}
+    if device == "cuda":
+        size = 1 << 31
+        a, b = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        us = microseconds([lambda x: b.copy_(x)], a, graph=False, repeats=20)
+        found |= {"device": torch.cuda.get_device_name(), "copy_gbps": round(2 * size / us / 1e3)}
+    else:
+        large = torch.ones(1 << 28)
+        us = microseconds([torch.sum], large, graph=False, repeats=5)
+        found |= {"threads": torch.get_num_threads(), "read_gbps": round(large.nbytes / us / 1e3, 1)}
+    return found
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    return [(int(n), int(k)) for n, k in (item.split("x") for item in text.split(","))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=["w4a16", "humming", "bf16"])
+    parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help=f"N x K, default {SHAPES}")
+    parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=ROWS.split(","))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds before each timing, to cool down (CUDA)")
+    parser.add_argument("--flush-mib", type=int, default=1024, help="read before each call (CPU): more than its caches")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="PNG file (needs matplotlib)")
+    args = parser.parse_args()
+    args.m = [int(m) for m in args.m]
+    rows: list[dict[str, Any]] = []
+    report = {"machine": machine(args.device), "graph": args.graph, "dtype": args.dtype, "rows": rows}
+    for _ in bench(args, rows):
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            lines = ",\n  ".join(json.dumps(row) for row in rows)
+            head = json.dumps({**report, "rows": []}, indent=1).removesuffix("[]\n}")
+            args.output.write_text(f"{head}[\n  {lines}\n ]\n}}\n")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+// Rows of activations as the bytes that the dot products take: e2m1 codes (W4A4), or integers of 3 or 4 bytes (kept).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static constexpr int BLOCK = 16;
+
+// A block of one row as an operand: PLANES * 16 signed bytes, most significant plane first; for each int32 accumulator
+// -12 times the sum of its integers, which takes the 12 off that weights carry; and the float32 that turns the product
+// with doubled weights and scales / 256 into a value. A panel of rows holds, for each block, the bytes of every row,
+// then the corrections, then the scales.
+static constexpr int accumulators(int planes) { return planes == 4 ? 2 : 1; }
+static constexpr int64_t operand_bytes(int planes) { return BLOCK * planes + 4 * accumulators(planes) + 4; }
+
+static inline uint32_t bits_of(float v) {
+  uint32_t b;
+  memcpy(&b, &v, 4);
+  return b;
+}
+static inline float float_of(uint32_t b) {
+  float v;
+  memcpy(&v, &b, 4);
+  return v;
+}
+
+// ------------------------------------------------------------------------------------------- float32, bfloat16, float16
+struct Bf16 {
+  uint16_t b;
+};
+struct Fp16 {
+  uint16_t b;
+};
+
+static inline float to_float(float v) { return v; }
+static inline float to_float(Bf16 v) { return float_of(static_cast<uint32_t>(v.b) << 16); }
+static inline float to_float(Fp16 v) {
+  const uint32_t magnitude = v.b & 0x7FFFu, sign = static_cast<uint32_t>(v.b & 0x8000u) << 16;
+  const float normal = float_of((magnitude << 13) + (112u << 23) + (magnitude >= 0x7C00u ? 112u << 23 : 0u));
+  const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * (1.0f / (1 << 24));
+  return float_of(bits_of(magnitude < 0x400u ? subnormal : normal) | sign);
+}
+
+static inline void round_to(float v, float* out) { *out = v; }
+static inline void round_to(float v, Bf16* out) {
+  const uint32_t b = bits_of(v);
+  out->b = static_cast<uint16_t>(v != v ? 0x7FC0u : (b + 0x7FFFu + ((b >> 16) & 1)) >> 16);
+}
+static inline void round_to(float v, Fp16* out) {
+  const uint32_t b = bits_of(v), magnitude = b & 0x7FFFFFFFu;
+  uint32_t half;
+  if (magnitude > 0x7F800000u) {
+    half = 0x7E00u;
+  } else if (magnitude < 0x38800000u) {  // subnormal: the sum's last bit is worth 2^-24
+    half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  } else {
+    const uint32_t rounded = (magnitude + 0xFFFu + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+    half = rounded < 0x7C00u ? rounded : 0x7C00u;
+  }
+  out->b = static_cast<uint16_t>(half | ((b >> 16) & 0x8000u));
+}
+
+// ------------------------------------------------------------------------------------------------------------- quantise
+// The recipe of nvfp4_utils.quantize_nvfp4 on up to COUNT blocks of a row, each step rounded once.
+struct Quantiser {
+  static constexpr int COUNT = 16;
+  alignas(64) float scale[COUNT];
+  alignas(64) int32_t sum[COUNT];  // of a block's doubled values
+  alignas(64) float x[COUNT][BLOCK];
+
+  // Writes 2 * e2m1 of block b to doubled + b * stride.
+  template <class T>
+  void run(const T* from, int blocks, float global_scale_inv, int8_t* doubled, int64_t stride) {
+    alignas(64) uint32_t largest[COUNT] = {};  // magnitudes compare as integers
+    alignas(64) float inverse[COUNT];
+    for (int b = 0; b < blocks; ++b) {
+      int32_t amax = 0, nans = 0;
+      for (int i = 0; i < BLOCK; ++i) {
+        x[b][i] = to_float(from[b * BLOCK + i]);
+        const int32_t magnitude = static_cast<int32_t>(bits_of(x[b][i]) & 0x7FFFFFFFu);
+        const bool nan = magnitude > 0x7F800000;
+        const int32_t counted = nan ? 0 : magnitude;
+        amax = counted > amax ? counted : amax;
+        nans += nan;
+      }
+      largest[b] = nans == BLOCK ? 0x7FC00000u : static_cast<uint32_t>(amax);
+    }
+    const float to_scale = global_scale_inv * (1.0f / 6.0f), global_scale = 1.0f / global_scale_inv;
+    for (int b = 0; b < COUNT; ++b) {
+      const float s = float_of(largest[b]) * to_scale;
+      const uint32_t bits = bits_of(s);
+      const uint32_t normal = (bits - (120u << 23) + 0x7FFFFu + ((bits >> 20) & 1)) >> 20;
+      const uint32_t subnormal = bits_of(s + 24576.0f) - bits_of(24576.0f);  // its last bit is worth 2^-9
+      uint32_t byte = bits < 0x3C800000u ? subnormal : bits > 0x43E00000u ? 0x7Eu : normal;
+      byte = bits > 0x7F800000u ? 0x7Fu : byte;
+      const float tiny = static_cast<float>(static_cast<int32_t>(byte)) * (1.0f / 512);
+      float value = byte < 8 ? tiny : float_of((byte + (120u << 3)) << 20);
+      value = byte == 0x7Fu ? NAN : value;
+      const float raw = 1.0f / (value * global_scale);
+      inverse[b] = raw > 3.402823466e38f ? 3.402823466e38f : raw;
+      scale[b] = value;
+    }
+    for (int b = 0; b < blocks; ++b) {
+      alignas(64) int32_t wide[BLOCK];
+      for (int i = 0; i < BLOCK; ++i) {
+        const float v = x[b][i] * inverse[b];
+        const uint32_t magnitude_bits = bits_of(v) & 0x7FFFFFFFu;
+        const float m = float_of(magnitude_bits < 0x40C00000u ? magnitude_bits : 0x40C00000u);  // NaN too becomes 6
+        // Adding 1.5 * 2^(22..24) rounds to a multiple of 0.5, 1 or 2, ties to even.
+        const float magic = m < 2.0f ? 6291456.0f : m < 4.0f ? 12582912.0f : 25165824.0f;
+        const int32_t twice = static_cast<int32_t>(((m + magic) - magic) * 2.0f);
+        const bool negative = bits_of(v) >> 31 && magnitude_bits <= 0x7F800000u;
+        wide[i] = negative ? -twice : twice;
+      }
+      sum[b] = 0;
+      for (int i = 0; i < BLOCK; ++i) sum[b] += wide[i];
+      for (int i = 0; i < BLOCK; ++i) doubled[b * stride + i] = static_cast<int8_t>(wide[i]);
+    }
+  }
+};
+
+// ----------------------------------------------------------------------------------------------------------------- keep
+// A block as integers times a power of two, the largest just inside PLANES signed bytes: exact for bfloat16 down to
+// 2^-14 (float32: 2^-6) of the block's largest magnitude, else off by at most 2^-23 (2^-31) of that.
+template <int PLANES, class T>
+static inline float keep(const T* from, int8_t* bytes, int32_t* correction) {
+  static_assert(PLANES == 3 || PLANES == 4, "");
+  alignas(64) float x[BLOCK];
+  alignas(64) uint32_t digits[BLOCK];
+  int32_t amax = 0;
+  for (int i = 0; i < BLOCK; ++i) {
+    x[i] = to_float(from[i]);
+    const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFFu);
+    amax = magnitude > amax ? magnitude : amax;
+  }
+  if (amax >= 0x7F800000) {  // NaN for the whole row, in place of the infinities that a float32 sum may hold
+    memset(bytes, 0, PLANES * BLOCK);
+    memset(correction, 0, 4 * accumulators(PLANES));
+    return NAN;
+  }
+  // 1/64 more than the largest, so that the leading byte stays below 128 after rounding and carries.
+  int exponent = ((amax + 0x20000) >> 23) - 127 - (8 * PLANES - 2);
+  exponent = exponent < -149 ? -149 : exponent;
+  const int first = -exponent < 100 ? -exponent : 100;  // 2^149 is no float32
+  const float inverse = float_of(static_cast<uint32_t>(127 + first) << 23);
+  const float rest = float_of(static_cast<uint32_t>(127 - exponent - first) << 23);
+  uint32_t high = 0, low = 0;
+  for (int i = 0; i < BLOCK; ++i) {
+    const int32_t fixed = static_cast<int32_t>(__builtin_rintf(x[i] * inverse * rest));
+    digits[i] = static_cast<uint32_t>(fixed) + 0x80808080u;  // each byte is a signed digit + 128
+    high += (digits[i] >> 16) - 0x8080u;
+    low += (digits[i] & 0xFFFFu) - 0x8080u;
+  }
+  for (int plane = 0; plane < PLANES; ++plane)
+    for (int i = 0; i < BLOCK; ++i)
+      bytes[plane * BLOCK + i] = static_cast<int8_t>((digits[i] >> (8 * (PLANES - 1 - plane))) ^ 0x80u);
+  const uint32_t sum = (high << 16) + low;
+  correction[0] = static_cast<int32_t>(-12 * (PLANES == 4 ? high : sum));
+  if (PLANES == 4) correction[1] = static_cast<int32_t>(-12 * low);
+  const float unit = float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<uint32_t>(exponent + 127) << 23);
+  return amax == 0 ? 0.0f : unit * 128.0f;
+}

@@ -1,0 +1,199 @@
+"""The CPU kernel's shared library: C++ without torch's headers, compiled on first use, called through ctypes.
+
+A plain C interface compiles in seconds, needs no headers but the compiler's own, and works with every torch. Its OpenMP
+is the libgomp that torch has loaded (the names are equal), so both share one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from sglang.srt.environ import envs
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("cpu")
+# Contraction would round once where another path rounds twice. Exceptions and errno are not looked at.
+FLAGS = (
+    *("-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp"),
+)
+
+_COMPILERS = ("c++", "g++", "clang++")
+_INSTALL = {
+    "apt-get": "apt-get install g++",
+    "dnf": "dnf install gcc-c++",
+    "apk": "apk add g++",
+    "zypper": "zypper install gcc-c++",
+}
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+
+
+@dataclass(frozen=True)
+class Isa:
+    """Instructions that one build of the kernel uses: names in /proc/cpuinfo, and the compiler's flags for them."""
+
+    name: str
+    machine: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def _x86(name: str, *features: str) -> Isa:
+    spelling = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
+    return Isa(name, "x86_64", features, tuple(f"-m{spelling.get(feature, feature)}" for feature in features))
+
+
+# The first whose features the CPU has is used.
+ISAS = (
+    _x86("avx512vbmi", *_AVX2, *_AVX512, "avx512vbmi"),
+    _x86("avx512vnni", *_AVX2, *_AVX512),
+    _x86("avxvnni", *_AVX2, "avx_vnni"),
+    _x86("avx2", *_AVX2),
+    Isa("neon", "aarch64", ("asimddp",), ("-march=armv8.2-a+dotprod",)),
+    Isa("portable", "", (), ()),
+)
+
+
+class CompileError(Exception):
+    """The library can't be built here; the text says why, and what to do."""
+
+
+def isas() -> tuple[Isa, ...]:
+    """What this CPU can run, best first."""
+    features = _cpu_features()
+    return tuple(isa for isa in ISAS if isa.machine in ("", platform.machine()) and features.issuperset(isa.features))
+
+
+@cache
+def _cpu_features() -> frozenset[str]:
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.exists() else []:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX, or the system's.
+
+    Raises:
+        CompileError: there is none.
+    """
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
+        if command and shutil.which(command[0]):
+            return command
+    raise CompileError(f"needs a C++ compiler; found none ({f'CXX={named}' if named else ', '.join(_COMPILERS)})")
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if result.returncode != 0:
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no output")
+        raise CompileError(f"the C++ compiler {command[0]} failed: {first}")
+    return result.stdout
+
+
+def build(isa: Isa) -> Path:
+    """The library for ``isa``, compiled unless the same build is in the cache.
+
+    It lies in ``SGLANG_CACHE_DIR``, named after everything that it depends on; processes that start together compile it
+    once.
+
+    Raises:
+        CompileError: no compiler, or it failed, or the folder can't be written.
+    """
+    compiler = _compiler()
+    command = [*compiler, *FLAGS, *isa.flags]
+    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    key = hashlib.sha256("\0".join([*command, _run([*compiler, "--version"]), platform.machine()]).encode())
+    for path in sources:
+        key.update(path.name.encode() + path.read_bytes())
+    folder = envs.SGLANG_CACHE_DIR.get() / "kernels"
+    library = folder / f"cpu-{isa.name}-{key.hexdigest()[:16]}.so"
+    try:
+        if library.exists():
+            return library
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{library}.lock"):
+            if library.exists():
+                return library
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:  # of the same file system: the rename is atomic
+                output = Path(scratch) / library.name
+                units = [str(path) for path in sources if path.suffix == ".cpp"]
+                _run([*command, *units, "-o", str(output)])
+                output.replace(library)
+            logger.info("Compiled the CPU FP4 kernel (%s) in %.1f s", isa.name, time.monotonic() - started)
+    except OSError as error:
+        raise CompileError(f"can't write {folder}: {error}; set {envs.SGLANG_CACHE_DIR.name}") from None
+    return library
+
+
+@cache
+def load(isa: Isa | None = None) -> ctypes.CDLL:
+    """The library with its functions' types declared: for ``isa``, or the best that CPU and compiler know.
+
+    Raises:
+        CompileError: see :func:`build`, or the library can't be loaded.
+    """
+    if isa is None:
+        for candidate in isas()[:-1]:
+            try:
+                return load(candidate)
+            except CompileError as error:  # an old compiler doesn't know all instructions
+                logger.debug("%s: %s", candidate.name, error)
+        return load(isas()[-1])
+    try:
+        library = ctypes.CDLL(str(build(isa)))
+    except OSError as error:
+        raise CompileError(f"the compiled CPU kernel can't be loaded: {error}") from None
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.sglang_fp4_gemm.argtypes = [pointer, size, *[pointer] * 7, size, size, size, integer, integer]
+    library.sglang_fp4_gemm.restype = integer
+    return library
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the library can't be had in this process, as a sentence without its subject; None if it can.
+
+    The first call compiles it, unless the cache has it: whether a compiler works can't be known otherwise.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"needs Linux; this is {platform.system()}"
+    try:
+        load()
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+def fix() -> str | None:
+    """The command after which there is a C++ compiler; None where there is one, or no command is known."""
+    try:
+        _compiler()
+    except CompileError:
+        if any(map(shutil.which, _COMPILERS)):  # $CXX names another
+            return "unset CXX"
+        return next((command for manager, command in _INSTALL.items() if shutil.which(manager)), None)
+    return None

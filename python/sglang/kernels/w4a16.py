@@ -1,0 +1,355 @@
+"""Y = X W^T for NVFP4 weights and bfloat16 or float16 activations: compiles, loads and launches the w4a16 kernels.
+
+Three ways, see :func:`sglang.kernels.w4a16_tilings.ranked`: mma.sync for small M, wgmma on compute capability 9.0 for
+larger, and for the rest a dequantised copy of some rows of the weight in a shared scratch, multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+from sglang.kernels import nvrtc
+from sglang.kernels.cuda_driver import Kernel, Launch, TensorMap, tensor_map
+from sglang.kernels.w4a16_layout import ROWS, UNIT
+from sglang.kernels.w4a16_tilings import MAX_SPLIT, SCRATCH_BYTES, SMALL, WIDE, SmallTiling, Way, WideTiling, ranked
+
+logger = logging.getLogger(__name__)
+
+GRAIN = 128  # rows of weights in the scratch are a multiple of it
+_FOLDER = Path(__file__).parent
+
+Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
+
+
+# ------------------------------------------------------------------------------------------------------- sources
+def architecture(capability: tuple[int, int]) -> str:
+    """What NVRTC calls the device."""
+    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+
+
+@cache
+def source(name: str, columns: int = 0) -> str:
+    """Of "small", "dequantize" or "wgmma"; the last one's operand list depends on ``columns``."""
+    common = (_FOLDER / "w4a16_common.cuh").read_text()
+    return common + (_wgmma_instruction(columns) if columns else "") + (_FOLDER / f"w4a16_{name}.cu").read_text()
+
+
+def _wgmma_instruction(columns: int) -> str:
+    count = columns // 2
+    outputs = ", ".join(f"%{i}" for i in range(count))
+    inputs = ", ".join(f"%{count + i}" for i in range(4))
+    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        "__device__ __forceinline__ void wgmma(float *d, const u32 *a, u64 b) {\n"
+        '  asm volatile("{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n'
+        f'wgmma.mma_async.sync.aligned.m64n{columns}k16.f32." TYPES " {{{outputs}}}, {{{inputs}}}, %{count + 4}, '
+        f'p, 1, 1, 0;\\n}}" : {bound} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));\n}}\n'
+    )
+
+
+def program(tiling: Way, dtype: torch.dtype, capability: tuple[int, int]) -> Program:
+    """What to compile for ``tiling``; None means the dequantising kernel."""
+    arch = architecture(capability)
+    if tiling is None:
+        return source("dequantize"), arch, (f"-DHALF={int(dtype == torch.float16)}",)
+    if isinstance(tiling, WideTiling):
+        return source("wgmma", tiling.columns), arch, tiling.options(dtype)
+    return source("small"), arch, tiling.options(dtype)
+
+
+_cubins: dict[Program, bytes] = {}
+
+
+def compile_programs(programs: Iterable[Program]) -> None:
+    """Have them compiled or read from the cache, several at a time; says so if it has to compile."""
+    missing = [item for item in dict.fromkeys(programs) if item not in _cubins]
+    cached = [item for item in missing if nvrtc.is_cached(*item)]
+    if len(cached) < len(missing):
+        logger.info("w4a16: compiling %d kernels for %s", len(missing) - len(cached), missing[0][1])
+    with ThreadPoolExecutor(8) as pool:
+        for item, (cubin, _) in zip(missing, pool.map(lambda item: nvrtc.load_cubin(*item), missing), strict=True):
+            _cubins[item] = cubin
+
+
+# ------------------------------------------------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Device:
+    """What the choice of a tiling depends on, and the memory that all calls share."""
+
+    index: int
+    capability: tuple[int, int]
+    processors: int
+    max_clusters: tuple[tuple[int, int], ...]  # blocks in a cluster, how many of those run at once
+    scratch: torch.Tensor  # uint8 [SCRATCH_BYTES]; calls must be ordered, as those of one stream are
+
+    def choose(self, m: int, n: int, k: int, rank: int = 0) -> Way:
+        """The way that the model puts at ``rank``; the first where there are not as many."""
+        ways = _ranked(m, n, k, self.capability, self.processors, self.max_clusters)
+        return ways[rank] if rank < len(ways) else ways[0]
+
+
+@lru_cache(65536)
+def _ranked(
+    m: int, n: int, k: int, capability: tuple[int, int], processors: int, max_clusters: tuple[tuple[int, int], ...]
+) -> tuple[Way, ...]:
+    return ranked(m, n, k, capability, processors, dict(max_clusters))
+
+
+@cache
+def device(index: int) -> Device:
+    """Raises StartupError where the kernels can't be compiled."""
+    with torch.cuda.device(index):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+        clusters = {1: properties.multi_processor_count}
+        if capability == (9, 0):
+            probe = WIDE[0]
+            wgmma = _kernel(probe, torch.bfloat16, index, "w4a16_wgmma")
+            for split in range(2, MAX_SPLIT + 1):
+                clusters[split] = wgmma.max_clusters(split, probe.shared)
+        return Device(index, capability, properties.multi_processor_count, tuple(clusters.items()), scratch)
+
+
+@cache
+def _kernel(tiling: Way, dtype: torch.dtype, index: int, name: str) -> Kernel:
+    capability = torch.cuda.get_device_capability(index)
+    item = program(tiling, dtype, capability)
+    compile_programs([item])
+    threads, shared = 256, 0
+    if name == "w4a16_gemm":
+        assert isinstance(tiling, SmallTiling)
+        threads, shared = tiling.threads(capability), tiling.shared
+    elif name == "w4a16_wgmma":
+        assert isinstance(tiling, WideTiling)
+        threads, shared = tiling.threads, tiling.shared
+    with torch.cuda.device(index):
+        return Kernel(_cubins[item], name, threads, shared, capability >= (9, 0))
+
+
+@lru_cache(1024)
+def _kernels(tiling: Way, dtype: torch.dtype, index: int) -> tuple[Kernel, ...]:
+    if isinstance(tiling, WideTiling):
+        tiling = replace(tiling, split=1)  # not a property of the kernels
+        return tuple(_kernel(tiling, dtype, index, name) for name in ("w4a16_permute", "w4a16_wgmma"))
+    return (_kernel(tiling, dtype, index, "w4a16_dequantize" if tiling is None else "w4a16_gemm"),)
+
+
+def tilings(capability: tuple[int, int]) -> tuple[Way, ...]:
+    """Every way that calls on such a device may take."""
+    small = (tiling for tiling in SMALL if tiling.fits(capability))
+    return (None, *small, *(WIDE if capability == (9, 0) else ()))
+
+
+@cache
+def prepare(dtype: torch.dtype, index: int) -> None:
+    """Compile and load every kernel for activations of ``dtype``, and take the shared memory of the device, so that
+    none of it happens in a call."""
+    capability = device(index).capability
+    compile_programs(program(tiling, dtype, capability) for tiling in tilings(capability))
+    for tiling in tilings(capability):
+        _kernels(tiling, dtype, index)
+
+
+# ------------------------------------------------------------------------------------------------------ launching
+class _SmallParams(ctypes.Structure):
+    _fields_ = [
+        ("w_map", TensorMap),
+        ("x_map", TensorMap),
+        *((name, ctypes.c_void_p) for name in ("w", "x", "y", "scale", "bias")),
+        ("x_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "k_units", "row_blocks", "stages", "tiles")),
+        ("padding", ctypes.c_char * 52),  # to a multiple of 64 bytes, the alignment of a tensor map
+    ]
+
+
+class _WideParams(ctypes.Structure):
+    _fields_ = [
+        ("w_map", TensorMap),
+        ("x_map", TensorMap),
+        *((name, ctypes.c_void_p) for name in ("y", "scale", "bias")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k_units", "n_tiles", "m_tiles", "split")),
+        ("padding", ctypes.c_char * 16),
+    ]
+
+
+class _PermuteParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        ("x_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("m", "k")),
+    ]
+
+
+class _DequantizeParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w", "out")),
+        *((name, ctypes.c_int) for name in ("row_blocks", "k", "k_units")),
+    ]
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    parts: Sequence[tuple[int, float]],
+    y: torch.Tensor,
+    tiling: Way,
+) -> None:
+    """Write ``x W^T * scale + bias`` into ``y``: sums in float32, rounded once.
+
+    Args:
+        x: [M > 0, K], bfloat16 or float16, unit inner stride, rows at multiples of 16 bytes; K a multiple of 64.
+        weight: result of :func:`sglang.kernels.w4a16_layout.pack` for x's dtype.
+        scale: float32 [N].
+        bias: [N] of x's dtype.
+        parts: rows of neighbouring parts of the weight, and their scale, which ``scale`` repeats.
+        y: [M, N] of x's dtype, contiguous.
+        tiling: how; None for cuBLAS on a dequantised copy.
+    """
+    (m, k), n, index = x.shape, y.shape[1], x.device.index
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    memory = weight.data_ptr(), weight.shape[0], weight.shape[1], scale.data_ptr(), _address(bias)
+    if isinstance(tiling, SmallTiling):
+        stride = x.stride(0) if m > 1 else k
+        _small(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k)()
+    elif isinstance(tiling, WideTiling):
+        for launch in _wide(tiling, x.dtype, index, stream, memory, x.data_ptr(), x.stride(0), y.data_ptr(), m, n, k):
+            launch()
+    else:
+        _scratch(x, weight, bias, parts, y)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+Memory = tuple[int, int, int, int, "int | None"]  # packed weight, its first two sizes, scale, bias
+
+
+# Cached: a launch depends on nothing but addresses and sizes, of which a server sees few.
+@lru_cache(4096)
+def _small(
+    tiling: SmallTiling,
+    dtype: torch.dtype,
+    index: int,
+    stream: int,
+    memory: Memory,
+    x: int,
+    x_stride: int,
+    y: int,
+    m: int,
+    n: int,
+    k: int,
+) -> Launch:
+    where = device(index)
+    weight, blocks, k_units, scale, bias = memory
+    columns, units, tiles = 8 * tiling.nb, tiling.stage_units, tiling.tiles(n)
+    w_map = x_map = TensorMap()
+    if where.capability >= (9, 0):
+        w_map = _weight_map(weight, blocks, k_units, (tiling.rows // ROWS, units))
+        x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, columns, 2 * units), True)
+    params = _SmallParams(
+        w_map, x_map, weight, x, y, scale, bias, x_stride, m, n, k, k_units, blocks, -(-k_units // units), tiles
+    )
+    (kernel,) = _kernels(tiling, dtype, index)
+    grid = (min(tiling.blocks * where.processors, tiles), -(-m // columns))
+    return kernel.launch(grid, tiling.shared, stream, params)
+
+
+@lru_cache(4096)
+def _wide(
+    tiling: WideTiling,
+    dtype: torch.dtype,
+    index: int,
+    stream: int,
+    memory: Memory,
+    x: int,
+    x_stride: int,
+    y: int,
+    m: int,
+    n: int,
+    k: int,
+) -> tuple[Launch, ...]:
+    where = device(index)
+    weight, blocks, k_units, scale, bias = memory
+    ordered = where.scratch.data_ptr()
+    permute, wgmma = _kernels(tiling, dtype, index)
+    w_map = _weight_map(weight, blocks, k_units, (tiling.rows // ROWS, 1))
+    step = tiling.pieces(m, n, k, where.processors)[0]
+    result = []
+    for first in range(0, m, step):
+        rows = min(step, m - first)
+        order = _PermuteParams(x + 2 * first * x_stride, ordered, x_stride, rows, k)
+        grid = (min(4 * where.processors, -(-rows * k // 2048)), 1)
+        result.append(permute.launch(grid, 0, stream, order))
+        x_map = tensor_map(ordered, 2, (64, rows, k // 64), (2 * k, 128), (64, tiling.columns, 2), True)
+        n_tiles, m_tiles = -(-n // tiling.rows), -(-rows // tiling.columns)
+        params = _WideParams(
+            w_map, x_map, y + 2 * first * n, scale, bias, rows, n, k_units, n_tiles, m_tiles, tiling.split
+        )
+        tiles = n_tiles * m_tiles
+        grid = (tiles * tiling.split if tiling.split > 1 else min(tiles, where.processors), 1)
+        result.append(wgmma.launch(grid, tiling.shared, stream, params, tiling.split))
+    return tuple(result)
+
+
+def _weight_map(weight: int, blocks: int, k_units: int, box: tuple[int, int]) -> TensorMap:
+    return tensor_map(
+        weight, 8, (UNIT // 8, k_units, blocks), (UNIT, k_units * UNIT), (UNIT // 8, box[1], box[0]), False
+    )
+
+
+@contextmanager
+def _whole_sums() -> Iterator[None]:
+    """cuBLAS adds partial sums in float32; in the output's type, float16 ones could overflow before they are scaled."""
+    flags = torch.backends.cuda.matmul
+    saved = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
+    flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = saved
+
+
+def _scratch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    parts: Sequence[tuple[int, float]],
+    y: torch.Tensor,
+) -> None:
+    k, where = x.shape[1], device(x.device.index)
+    k_units = weight.shape[1]
+    (kernel,) = _kernels(None, x.dtype, where.index)
+    values = where.scratch.view(x.dtype)
+    step = (values.numel() // k - ROWS) // GRAIN * GRAIN
+    start = 0
+    with _whole_sums():
+        for size, scale in parts:
+            for first in range(start, start + size, step):
+                last = min(first + step, start + size)
+                block, end = first // ROWS, -(-last // ROWS)  # a part may begin inside a block of rows
+                copy = values[: (end - block) * ROWS * k].view(-1, k)
+                params = _DequantizeParams(
+                    weight.data_ptr() + block * k_units * UNIT, copy.data_ptr(), end - block, k, k_units
+                )
+                grid = (min(8 * where.processors, -(-(end - block) * k // 512)), 1)
+                kernel.launch(grid, 0, torch.cuda.current_stream(x.device).cuda_stream, params)()
+                rows = copy[first - block * ROWS : last - block * ROWS]
+                out = y[:, first:last]
+                # The scale is applied to the float32 sums: one rounding, and no overflow before it.
+                if bias is not None:
+                    out.copy_(bias[first:last].expand_as(out))
+                torch.addmm(out, x, rows.T, beta=0 if bias is None else 1, alpha=128.0 * scale, out=out)
+            start += size

@@ -1,0 +1,240 @@
+// NVFP4 weight-only GEMM for small M: Y[M, N] = round(X[M, K] (e2m1 * e4m3)^T * scale[N] + bias[N]), float32 sums.
+//
+// Weights are the A operand of mma.m16n8k16, dequantised in registers; X is the B operand, from shared memory.
+// A unit holds 16 rows x 128 k in 1152 bytes: two steps of 64 k x 32 lanes x 16 bytes of codes, then 32 lanes x 4
+// bytes of scales. In a step lane 4 g + t owns rows g and g + 8 and the 16 k of block t, which share a scale: so one
+// 16-byte load and two scale bytes feed four mma, and the k of an mma are a permutation that X follows. Word i of the
+// 16 bytes has, of k = 4 i .. 4 i + 3, the pairs (row g, k 0 1), (g + 8, k 0 1), (g, k 2 3), (g + 8, k 2 3), every
+// code's bits spread so that most pairs cost one shift and one mask (w4a16_layout.py has the positions).
+//
+// A block owns tiles of ROWS = 16 RB WN rows, for COLS rows of X (blockIdx.y says which). Its WK warps along K take
+// units in turn and add their sums at the end of a tile, in order; its WN warps along N share X. On compute capability
+// 9.0 up another warp copies, elsewhere all warps do. Work is numbered tile by tile in stages of STAGE_UNITS units.
+//
+// Macros: HALF (fp16, else bf16), NB (8 NB rows of X at most), RB, WN, WK, U (units of a warp in a stage), STAGES,
+// MINB (blocks per multiprocessor).
+#define ROWS (16 * RB * WN)
+#define COLS (8 * NB)
+#define CONSUMERS (32 * WN * WK)
+#if BULK
+#define THREADS (CONSUMERS + 32)
+#else
+#define THREADS CONSUMERS
+#endif
+#define STAGE_UNITS (U * WK)
+#define STAGE_K (128 * STAGE_UNITS)
+#define STAGE_W (RB * WN * STAGE_UNITS * UNIT)
+#define STAGE_X (COLS * 2 * STAGE_K)
+#define STAGE (STAGE_X + (STAGE_W + 1023) / 1024 * 1024)
+#define RED_PITCH (ROWS + 4)
+#define RED (WK * COLS * RED_PITCH)
+#define RED_BUFFERS (RED <= 4096 ? 2 : 1)
+
+struct Params {
+  TensorMap w_map;    // u64 [ceil(N / 16)][k_units][UNIT / 8], box [RB WN][STAGE_UNITS][UNIT / 8]
+  TensorMap x_map;    // u16 [K / 64][M][64], box [STAGE_K / 64][COLS][64], 128-byte swizzle
+  const char *w;      // [ceil(N / 16)][k_units][UNIT]
+  const u16 *x;       // [M, K], row stride x_stride, 16-byte aligned rows, K a multiple of 64
+  u16 *y;             // [M, N]
+  const float *scale; // [N]
+  const u16 *bias;    // [N] or null
+  long long x_stride;
+  int m, n, k, k_units;
+  int row_blocks; // ceil(N / 16)
+  int stages;     // per tile: ceil(k_units / STAGE_UNITS)
+  int tiles;
+};
+
+__device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+struct Place { // of a stage in the work of a block
+  int tile, stage;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      ++tile;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = (u32)__cvta_generic_to_shared(smem), ring = base + CONTROL;
+  const int first = (int)((long long)blockIdx.x * p.tiles / gridDim.x);
+  const int count = ((int)((long long)(blockIdx.x + 1) * p.tiles / gridDim.x) - first) * p.stages;
+  const int m = min(p.m - (int)blockIdx.y * COLS, COLS);
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  const int wk = warp % WK, wn = warp / WK;
+  float *const red = (float *)(smem + CONTROL + STAGES * STAGE);
+
+#if BULK
+  const u32 full = base, empty = base + 8 * STAGES;
+  if (tid == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "n"(WN * WK));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  if (warp == WN * WK) { // the producer; the weights, which no kernel writes, need not wait for the previous one
+    if (lane == 0) {
+      const Place start = {first, 0};
+      Place at = start;
+      auto load_w = [&](int j) {
+        const int s = j % STAGES;
+        expect(full + 8 * s, STAGE_X + STAGE_W);
+        tensor_copy(ring + s * STAGE + STAGE_X, &p.w_map, at.stage * STAGE_UNITS, at.tile * (RB * WN), full + 8 * s);
+      };
+      auto load_x = [&](int j) {
+        const int s = j % STAGES;
+        tensor_copy(ring + s * STAGE, &p.x_map, blockIdx.y * COLS, at.stage * (STAGE_K / 64), full + 8 * s);
+      };
+      const int ahead = min(STAGES, count);
+      for (int j = 0; j < ahead; ++j, at.advance(p.stages)) load_w(j);
+      wait_for_previous_kernel();
+      at = start;
+      for (int j = 0; j < ahead; ++j, at.advance(p.stages)) load_x(j);
+      for (int j = ahead; j < count; ++j, at.advance(p.stages)) {
+        barrier_wait(empty + 8 * (j % STAGES), (j / STAGES & 1) ^ 1);
+        load_w(j);
+        load_x(j);
+      }
+    }
+    return;
+  }
+  wait_for_previous_kernel();
+#else
+  const u16 *const x = p.x + (long long)blockIdx.y * COLS * p.x_stride;
+  Place issued = {first, 0};
+  auto issue = [&](int j) {
+    if (j < count) {
+      const u32 to = ring + j % STAGES * STAGE;
+      const int units = min(STAGE_UNITS, p.k_units - issued.stage * STAGE_UNITS);
+      for (int i = tid; i < STAGE_W / 16; i += THREADS) {
+        const int piece = i / (STAGE_UNITS * (UNIT / 16)), c = i % (STAGE_UNITS * (UNIT / 16));
+        const int row_block = min(issued.tile * (RB * WN) + piece, p.row_blocks - 1);
+        if (c < units * (UNIT / 16)) copy16(to + STAGE_X + i * 16, p.w + ((long long)row_block * p.k_units + issued.stage * STAGE_UNITS) * UNIT + c * 16, 16);
+      }
+      for (int i = tid; i < m * (STAGE_K / 8); i += THREADS) {
+        const int row = i / (STAGE_K / 8), c = i % (STAGE_K / 8), at_k = issued.stage * STAGE_K + c * 8;
+        copy16(to + (c / 8 * COLS + row) * 128 + ((c ^ row) & 7) * 16, x + row * p.x_stride + min(at_k, p.k - 8), at_k < p.k ? 16 : 0);
+      }
+      issued.advance(p.stages);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  for (int j = 0; j < STAGES - 1; ++j) issue(j);
+#endif
+
+  float acc[RB][NB][4];
+#pragma unroll
+  for (int r = 0; r < RB; ++r)
+#pragma unroll
+    for (int b = 0; b < NB; ++b)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[r][b][i] = 0.f;
+  // The swizzle. Rows past M are nobody's; where there is one block of 8, reading M - 1 instead spares bandwidth.
+  const int x_line = NB == 1 ? min(g, m - 1) : g;
+  const int x_lane = x_line * 128 + ((2 * t) ^ x_line) * 16;
+
+  Place at = {first, 0};
+  int buffer = 0;
+  for (int j = 0; j < count; ++j) {
+    const int s = j % STAGES;
+    const char *const from = smem + CONTROL + s * STAGE;
+#if BULK
+    barrier_wait(full + 8 * s, j / STAGES & 1);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    issue(j + STAGES - 1);
+#endif
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int local = u * WK + wk;
+      if (at.stage * STAGE_UNITS + local >= p.k_units) break;
+      const char *const unit = from + STAGE_X + (wn * RB * STAGE_UNITS + local) * UNIT;
+      const char *const x_unit = from + local * (2 * COLS * 128) + x_lane;
+      const char *const x_unit_next = from + local * (2 * COLS * 128) + (x_lane ^ 16);
+      u32 bytes[RB];
+#pragma unroll
+      for (int r = 0; r < RB; ++r) bytes[r] = *(const u32 *)(unit + r * (STAGE_UNITS * UNIT) + 1024 + lane * 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4 q[RB];
+        u32 s0[RB], s1[RB];
+#pragma unroll
+        for (int r = 0; r < RB; ++r) {
+          q[r] = *(const uint4 *)(unit + r * (STAGE_UNITS * UNIT) + half * 512 + lane * 16);
+          const u32 pair = decode_scales(bytes[r], half);
+          s0[r] = __byte_perm(pair, pair, 0x1010);
+          s1[r] = __byte_perm(pair, pair, 0x3232);
+        }
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          uint4 xv[NB];
+#pragma unroll
+          for (int b = 0; b < NB; ++b)
+            xv[b] = *(const uint4 *)((eight ? x_unit_next : x_unit) + half * (COLS * 128) + b * 1024);
+#pragma unroll
+          for (int r = 0; r < RB; ++r) {
+            u32 w[4];
+            dequantize(eight ? q[r].z : q[r].x, s0[r], s1[r], w);
+#pragma unroll
+            for (int b = 0; b < NB; ++b) mma(acc[r][b], w, xv[b].x, xv[b].y);
+            dequantize(eight ? q[r].w : q[r].y, s0[r], s1[r], w);
+#pragma unroll
+            for (int b = 0; b < NB; ++b) mma(acc[r][b], w, xv[b].z, xv[b].w);
+          }
+        }
+      }
+    }
+#if BULK
+    __syncwarp();
+    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * s) : "memory");
+#endif
+    const int tile = at.tile;
+    at.advance(p.stages);
+    if (at.tile == tile) continue;
+
+    float *const mine = red + buffer * RED;
+#pragma unroll
+    for (int r = 0; r < RB; ++r)
+#pragma unroll
+      for (int b = 0; b < NB; ++b)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = (wn * RB + r) * 16 + g + (i & 2) * 4, column = b * 8 + 2 * t + (i & 1);
+          if (b * 8 < m) mine[(wk * COLS + column) * RED_PITCH + row] = acc[r][b][i];
+          acc[r][b][i] = 0.f;
+        }
+    consumers_sync();
+    for (int e = tid; e < m * ROWS; e += CONSUMERS) {
+      float v = 0.f;
+#pragma unroll
+      for (int i = 0; i < WK; ++i) v += mine[(i * COLS + e / ROWS) * RED_PITCH + e % ROWS];
+      const int n = tile * ROWS + e % ROWS;
+      if (n < p.n) {
+        v = v * 128.f * p.scale[n];
+        if (p.bias) v += from_input(p.bias[n]);
+        p.y[((long long)blockIdx.y * COLS + e / ROWS) * p.n + n] = to_output(v);
+      }
+    }
+    if (RED_BUFFERS == 1)
+      consumers_sync();
+    else
+      buffer ^= 1;
+  }
+#if !BULK
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}

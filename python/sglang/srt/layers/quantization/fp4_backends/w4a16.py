@@ -1,0 +1,171 @@
+"""Backend ``w4a16``: NVFP4 weights times 16-bit activations on GPUs from compute capability 8.0 on, exact scales.
+
+Layers that a checkpoint means for W4A4 are multiplied too, with their activations left in 16 bits: closer to the
+unquantised model than what Blackwell computes, not the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from sglang.kernels import w4a16
+from sglang.kernels.w4a16_layout import pack
+from sglang.srt.layers.quantization.fp4_target import Target, at_least
+from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
+from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
+
+logger = logging.getLogger(__name__)
+
+MINIMUM_CAPABILITY = (8, 0)
+# The first NVRTC that compiles for a device: the copy engine of 9.0 needs 12.0; that of 10.7 has been seen with 13.5.
+MINIMUM_NVRTC = {
+    **dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "12.0"),
+    (10, 0): "12.8",
+    (10, 3): "12.9",
+    (10, 7): "13.5",
+    (11, 0): "13.0",
+    (12, 0): "12.8",
+    (12, 1): "12.9",
+}
+VARIANTS = 4  # ways worth timing for a number of rows; the model of their times is within a few percent
+
+
+@dataclass
+class W4A16Weight(PreparedWeight):
+    """``packed`` uint8 [N / 16, K / 128, 1152] (``w4a16_layout``), ``scale`` float32 [N]; ``sizes`` and ``scales`` are
+    the rows and global scales of the parts that ``scale`` repeats."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    sizes: tuple[int, ...]
+    scales: tuple[float, ...]
+
+
+@cache
+def _log_activations() -> None:
+    logger.info(
+        "w4a16: W4A4 layers keep their activations in 16 bits here (weight-only): closer to the unquantised model than "
+        "W4A4 on Blackwell, and not the same numbers; --fp4-gemm-backend torch computes those, slowly"
+    )
+
+
+# A custom operator, so that graphs of torch.compile keep it whole.
+_library = torch.library.Library("sglang", "FRAGMENT")
+_library.define(
+    "w4a16_gemm(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int[] sizes, float[] scales, int rank) -> Tensor"
+)
+
+
+def _gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: Sequence[int],
+    scales: Sequence[float],
+    rank: int,
+) -> torch.Tensor:
+    (m, k), n = x.shape, scale.shape[0]
+    y = x.new_empty(m, n)
+    if m == 0:
+        return y
+    if x.stride(1) != 1 or x.data_ptr() % 16 or (m > 1 and x.stride(0) % 8):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if bias is not None:
+        bias = bias.to(x.dtype).contiguous()  # nothing to do for a layer's own
+    index = x.device.index
+    with torch.cuda.device(index) if torch.cuda.current_device() != index else nullcontext():
+        way = w4a16.device(index).choose(m, n, k, rank)
+        w4a16.gemm(x, weight, scale, bias, tuple(zip(sizes, scales, strict=True)), y, way)
+    return y
+
+
+def _shape_of_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: Sequence[int],
+    scales: Sequence[float],
+    rank: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], scale.shape[0])
+
+
+_library.impl("w4a16_gemm", _gemm, "CUDA")
+torch.library.register_fake("sglang::w4a16_gemm", _shape_of_gemm, lib=_library)
+
+
+class W4A16Backend(Fp4GemmBackend):
+    """``variant``: "" takes, for each number of rows, the way that the model of their times puts first; "rank2" the
+    second one, and so on."""
+
+    name = "w4a16"
+    in_multiple = 64
+    per_column_scale = True
+    keeps_activations = True
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.variant = f"rank{rank + 1}" if rank else ""
+
+    @classmethod
+    def priority(cls, target: Target) -> int:
+        if target.capability is None or target.capability < MINIMUM_CAPABILITY:
+            return -1
+        if target.capability >= (10, 0):  # has FP4 units: only what those can't multiply
+            return 5 if target.weight_only else -1
+        return 10
+
+    @classmethod
+    def unsupported_reason(cls, target: Target) -> str | None:
+        capability = target.capability
+        if target.device != "cuda" or capability is None:
+            return f"needs a CUDA GPU of compute capability 8.0 or newer; this is {target}"
+        if capability not in MINIMUM_NVRTC:
+            known = ", ".join(f"{major}.{minor}" for major, minor in MINIMUM_NVRTC)
+            return f"needs compute capability {known}; this device has {capability[0]}.{capability[1]}"
+        if target.dtype not in (torch.bfloat16, torch.float16):
+            return f"multiplies bfloat16 or float16 activations, the model runs in {target.dtype}"
+        minimum = MINIMUM_NVRTC[capability]
+        if target.nvrtc is None:
+            return f"needs NVRTC {minimum} or newer (libnvrtc, which CUDA builds of torch bring)"
+        if not at_least(target.nvrtc, minimum):
+            return f"needs NVRTC {minimum} or newer for this device, {target.nvrtc} is installed"
+        return None
+
+    @classmethod
+    def fix(cls, target: Target) -> str | None:
+        minimum = MINIMUM_NVRTC.get(target.capability or (0, 0))
+        if target.device != "cuda" or minimum is None or at_least(target.nvrtc, minimum):
+            return None
+        if (target.cuda or "13").startswith("12") and minimum.startswith("12"):
+            return f"pip install 'nvidia-cuda-nvrtc-cu12>={minimum}'"
+        return f"pip install 'nvidia-cuda-nvrtc>={max(minimum, '13.0')}'"
+
+    @classmethod
+    def variants(cls, target: Target) -> tuple[Fp4GemmBackend, ...]:
+        return tuple(cls(rank) for rank in range(VARIANTS))
+
+    def prepare(self, weight: NvFp4Weight) -> W4A16Weight:
+        if weight.activation is not Activation.NONE:
+            _log_activations()
+        index = weight.packed.device.index
+        w4a16.prepare(weight.dtype, 0 if index is None else index)
+        packed = pack(weight.packed, weight.scale, weight.dtype)
+        scales = tuple(weight.global_scales.tolist())
+        return W4A16Weight(self.name, packed, weight.column_scale(), weight.part_sizes, scales)
+
+    def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        weight.check_owner(self)
+        assert isinstance(weight, W4A16Weight)
+        y: torch.Tensor = torch.ops.sglang.w4a16_gemm(
+            x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank
+        )
+        return y

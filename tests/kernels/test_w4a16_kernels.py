@@ -1,0 +1,109 @@
+"""The w4a16 kernels without a GPU: they compile for every device without spills, and a call's way fits the device."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from sglang.kernels import nvrtc, w4a16
+from sglang.kernels.w4a16_tilings import (
+    MAX_CLUSTERS,
+    MAX_SMALL_M,
+    WIDE,
+    SmallTiling,
+    WideTiling,
+    choose,
+    ranked,
+    shared_limit,
+)
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+ROWS = (*range(1, 140, 3), 16, 32, 33, 65, 128, 256, 1000, 8192)
+SHAPES = [(16, 64), (576, 576), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (8192, 28672)]
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        *((capability, dtype) for capability in CAPABILITIES[:4] for dtype in (torch.bfloat16, torch.float16)),
+        *((capability, torch.bfloat16) for capability in CAPABILITIES[4:]),
+    ],
+    ids=str,
+)
+def test_every_kernel_compiles_without_spills(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    for tiling in w4a16.tilings(capability):
+        log = nvrtc.compile_source(*w4a16.program(tiling, dtype, capability)).log
+        spills = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
+        registers = re.findall(r"Used (\d+) registers", log)
+        print(w4a16.architecture(capability), dtype, tiling or "dequantize", *registers, "registers")
+        assert registers and spills
+        assert not any(spills), (tiling, log)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_call_takes_a_prepared_kernel_that_fits(capability: tuple[int, int]) -> None:
+    prepared = {w4a16.program(tiling, torch.bfloat16, capability) for tiling in w4a16.tilings(capability)}
+    for n, k in SHAPES:
+        ways = [(m, way) for m in ROWS for way in ranked(m, n, k, capability, 132, MAX_CLUSTERS)]
+        for m, tiling in ways:
+            assert w4a16.program(tiling, torch.bfloat16, capability) in prepared, (m, n, k)
+            if isinstance(tiling, SmallTiling):
+                assert m <= 8 * tiling.nb
+                assert tiling.blocks * (tiling.shared + 1024) <= shared_limit(capability) + 1024
+            elif isinstance(tiling, WideTiling):
+                assert capability == (9, 0)
+                assert tiling.split == 1 or tiling.tiles(m, n) <= MAX_CLUSTERS[tiling.split]
+                assert tiling.split <= -(-k // 128), "a block of a cluster would have nothing to add"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_ways_are_ranked_by_the_models_time(capability: tuple[int, int]) -> None:
+    for n, k in SHAPES:
+        for m in ROWS:
+            ways = ranked(m, n, k, capability, 132, MAX_CLUSTERS)
+            assert ways[0] == choose(m, n, k, capability, 132, MAX_CLUSTERS)
+            assert len(set(ways)) == len(ways)
+            assert (None in ways) == (m > MAX_SMALL_M)
+            kernels = [way for way in ways if way is not None]
+            times = [way.microseconds(m, n, k, 132) for way in kernels]
+            assert times == sorted(times)
+            bases = {(way.columns, way.groups, way.mt) for way in kernels if isinstance(way, WideTiling)}
+            assert len(bases) in (0, len(kernels)), "of each tiling the best split only"
+            if capability == (9, 0):
+                assert len(ways) > 1
+
+
+def test_a_rank_that_is_not_there_is_the_first() -> None:
+    device = w4a16.Device(0, (9, 0), 132, tuple(MAX_CLUSTERS.items()), torch.empty(0))
+    for m in (8, 300):
+        ways = ranked(m, 4096, 4096, (9, 0), 132, MAX_CLUSTERS)
+        assert [device.choose(m, 4096, 4096, rank) for rank in range(len(ways) + 2)] == [*ways, ways[0], ways[0]]
+
+
+@pytest.mark.parametrize("tiling", WIDE, ids=str)
+def test_wide_blocks_ask_for_no_more_than_they_are_launched_with(tiling: WideTiling) -> None:
+    launched = min(255, 65536 // tiling.threads // 8 * 8) * tiling.threads
+    multiplying, copying = tiling.registers
+    assert multiplying % 8 == copying % 8 == 0
+    assert 128 * tiling.groups * multiplying + 128 * copying <= launched
+    assert tiling.stages >= 3
+    assert tiling.shared <= shared_limit((9, 0))
+    sums = 4 * tiling.rows * tiling.columns  # of a split, in the pipeline's memory
+    assert sums <= tiling.stages * tiling.stage
+
+
+def test_small_m_takes_one_reading_of_the_weights_and_large_m_without_wgmma_takes_cublas() -> None:
+    assert isinstance(choose(1, 4096, 4096, (9, 0), 132, MAX_CLUSTERS), SmallTiling)
+    assert isinstance(choose(64, 4096, 4096, (8, 0), 108, {}), SmallTiling)
+    assert isinstance(choose(64, 4096, 4096, (9, 0), 132, MAX_CLUSTERS), WideTiling)
+    assert choose(65, 4096, 4096, (8, 0), 108, {}) is None
+
+
+@pytest.mark.parametrize("params", [w4a16._SmallParams, w4a16._WideParams])
+def test_parameters_are_as_long_as_the_compiler_makes_them(params: type[ctypes.Structure]) -> None:
+    assert ctypes.sizeof(params) % 64 == 0  # alignas(64) of the tensor maps
+    last = params._fields_[-2][0]
+    descriptor = getattr(params, last)
+    assert ctypes.sizeof(params) - (descriptor.offset + descriptor.size) < 64
