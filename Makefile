@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 FLASHINFER ?= 0.7.4
 FLASHINFER_STAMP := $(VENV)/.flashinfer-installed
 
-.PHONY: demo test test-flashinfer mutants lint format docs clean
+.PHONY: demo test test-flashinfer mutants asan lint format docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,12 @@ test-flashinfer: .flashinfer-$(FLASHINFER)/.installed
 # Deliberate faults in the FlashInfer backends: at least one contract test must fail for each. Four minutes on one core.
 mutants: .flashinfer-$(FLASHINFER)/.installed
 	$(BIN)/python tests/contract/check_mutants.py --flashinfer-07 .flashinfer-$(FLASHINFER)
+
+# The CPU kernel's tests with address checks, on the best instructions of this machine and the portable ones.
+asan: $(STAMP)
+	CXX="c++ -g -fsanitize=address" LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/srt/layers/quantization/test_cpu_backend.py \
+		-k "$$($(BIN)/python -c 'from sglang.kernels.cpu_extension import isas; print(isas()[0].name, "or portable")')"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

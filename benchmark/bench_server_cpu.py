@@ -63,6 +63,7 @@ def measure(generate: Generate, prompts: Prompts, repeats: int) -> list[dict[str
 
 def ours(model_path: str, dtype: str, prompts: Prompts, repeats: int, backend: str) -> list[dict[str, Any]]:
     import sglang as sgl
+    from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
 
     engine = sgl.Engine(
         model_path=model_path, device="cpu", dtype=dtype, fp4_gemm_runner_backend=backend, log_level="error"
@@ -74,7 +75,9 @@ def ours(model_path: str, dtype: str, prompts: Prompts, repeats: int, backend: s
         assert all(len(output["output_ids"]) == new_tokens for output in outputs)
 
     try:
-        return measure(generate, prompts, repeats)
+        resolution = get_fp4_gemm_resolution()
+        assert resolution is not None
+        return [{**row, "fp4_gemm_backend": resolution.name} for row in measure(generate, prompts, repeats)]
     finally:
         engine.shutdown()
 

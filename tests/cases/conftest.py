@@ -66,15 +66,23 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Makes this process believe in a Blackwell GPU whose FlashInfer is emulated on the CPU, byte by byte; the argument
-    is the value of ``--fp4-gemm-backend``. Returns the emulator, which counts its products."""
+    is the value of ``--fp4-gemm-backend``, and for ``cpu`` the process knows what it runs on. Returns the emulator,
+    which counts its products."""
     emulator_file = Path(__file__).parents[1] / "srt" / "layers" / "quantization" / "flashinfer_emulator.py"
+
+    current = Target.current
 
     def choose(backend: str) -> Any:
         emulator = import_file(emulator_file).Emulator()
-        gpu = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
+        target = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0")
+        if backend == "cpu":
+            target = current("cpu")
+            reason = fp4_utils.unsupported_reasons(target)["cpu"]
+            if reason is not None:
+                pytest.skip(reason)
         monkeypatch.setattr(flashinfer, "_flashinfer", lambda: emulator)
-        monkeypatch.setattr(Target, "current", staticmethod(lambda *_: gpu))
-        monkeypatch.setattr(fp4_utils, "_resolution", fp4_utils.resolve_fp4_gemm_backend(backend, None, gpu))
+        monkeypatch.setattr(Target, "current", staticmethod(lambda *_: target))
+        monkeypatch.setattr(fp4_utils, "_resolution", fp4_utils.resolve_fp4_gemm_backend(backend, None, target))
         return emulator
 
     return choose

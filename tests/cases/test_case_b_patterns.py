@@ -114,7 +114,7 @@ def test_b11_588_columns_are_refused(written: Written) -> None:
     assert_refused(written(checkpoint), DOWN, "multiple of 16", "588")
 
 
-@pytest.mark.parametrize("backend", ["torch", "cudnn", "trtllm"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "cudnn", "trtllm"])
 def test_b11_4304_rows_are_padded(backend: str, written: Written, blackwell: Callable[[str], object]) -> None:
     blackwell(backend)
     shape = Shape(hidden=64, intermediate=4304, heads=1, kv_heads=1, layers=1)

@@ -90,6 +90,7 @@ def test_f16_the_global_scale_is_applied_the_right_way_round(dialect: str, tp_si
 def test_f16_reference_and_kernels_agree(backend: str, written: Written, blackwell: Callable[[str], Any]) -> None:
     folder = written(ct_twin(base()))
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    blackwell("torch")
     reference = linear_layers(load(folder))[DOWN](x)
     blackwell(backend)
     assert_layers_match(folder, dtypes=["bfloat16"])

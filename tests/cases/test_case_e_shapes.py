@@ -23,7 +23,7 @@ from thread_ranks import thread_groups
 
 Written = Callable[..., Path]
 Blackwell = Callable[[str], Any]
-BACKENDS = ["torch", "cudnn", "cutlass", "cutedsl", "trtllm"]
+BACKENDS = ["torch", "cpu", "cudnn", "cutlass", "cutedsl", "trtllm"]
 
 
 def make_parts(sizes: dict[str, int], k: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def test_e3_padded_regions_are_zero(backend: str, tmp_path: Path, blackwell: Bla
         check_linear(tmp_path / str(rows), {"down_proj": 48}, 464, torch.bfloat16, rows)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cudnn", "trtllm"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "cudnn", "trtllm"])
 @pytest.mark.parametrize(("n", "k"), [(40, 4096), (4096, 48)])
 def test_e5_very_oblong_layers(n: int, k: int, backend: str, tmp_path: Path, blackwell: Blackwell) -> None:
     blackwell(backend)

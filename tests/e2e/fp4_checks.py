@@ -159,6 +159,13 @@ def right_choices(server: Server) -> int:
     return right
 
 
+def greedy_texts(server: Server) -> list[str]:
+    """How the model continues eight questions."""
+    parameters = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    replies = server.generate(text=[item["question"] for item in ITEMS[:8]], sampling_params=parameters)
+    return [reply["text"] for reply in replies]
+
+
 def gsm8k(server: Server, **options: object) -> dict[str, float]:
     """The few-shot runner against ``server``, with its host and port."""
     host, _, port = server.url.rpartition(":")

@@ -34,7 +34,8 @@ class Plugin(TorchBackend):
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An installed package that registers a backend, and a cache folder of its own."""
+    """An installed package that registers a backend, a cache folder of its own, and no C++ compiler, so that ``torch``
+    is the only other backend."""
     site = tmp_path / "site"
     metadata = site / "plugin-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -42,7 +43,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[sglang.fp4_gemm_backends]\nplugin = fp4_plugin\n")
     python = str(Path(__file__).parents[2] / "python")
-    return {"PYTHONPATH": f"{site}:{python}", "SGLANG_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    settings = {"SGLANG_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "CXX": "no-such-compiler"}
+    return {"PYTHONPATH": f"{site}:{python}", **settings}
 
 
 def outputs(server: Server) -> Any:

@@ -22,6 +22,7 @@ from fp4_checks import (
     Scheme,
     check_resolution,
     fixture_logprob_rms,
+    greedy_texts,
     gsm8k,
     hub_environment,
     make_w4a4_demo_model,
@@ -47,9 +48,21 @@ def few_shot(server: Server) -> dict[str, float]:
     return gsm8k(server, data_path=str(EASY_PROBLEMS), num_shots=3, num_questions=4, max_new_tokens=16)
 
 
+@pytest.fixture(scope="module")
+def texts() -> dict[tuple[str, bool], list[str]]:
+    """What the demo model said with a backend, weight-only or not."""
+    return {}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_demo_model(scheme: Scheme, backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_demo_model(
+    scheme: Scheme,
+    backend: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    texts: dict[tuple[str, bool], list[str]],
+) -> None:
     skip_unless_it_runs(backend, scheme.weight_only)
     # Only now is the model made.
     if scheme.weight_only:
@@ -64,6 +77,16 @@ def test_demo_model(scheme: Scheme, backend: str, request: pytest.FixtureRequest
         metrics = few_shot(server)
         assert metrics["accuracy"] >= EASY_ACCURACY and metrics["invalid"] <= 1 - EASY_ACCURACY
         assert 0 < metrics["output_throughput"] * metrics["latency"] <= 4 * 16
+        texts[backend, scheme.weight_only] = greedy_texts(server)
+
+
+@pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
+def test_the_cpu_kernel_says_what_torch_says(weight_only: bool, texts: dict[tuple[str, bool], list[str]]) -> None:
+    """Their W4A4 products are equal to the last bit, their weight-only ones within float32 noise."""
+    said = [texts[name, weight_only] for name in ("cpu", "torch") if (name, weight_only) in texts]
+    if len(said) < 2:
+        pytest.skip("needs test_demo_model with cpu and torch in the same run, on a CPU")
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

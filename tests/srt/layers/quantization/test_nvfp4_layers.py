@@ -74,7 +74,15 @@ CASES = [
     ([1], 16, [1.0], 3),
     ([64, 32, 32], 464, [0.01, 0.01, 0.02], 33),
 ]
-W4A4_BACKENDS = ["torch", "cudnn", "cutlass", "cutedsl", "trtllm"]
+W4A4_BACKENDS = ["torch", "cpu", "cudnn", "cutlass", "cutedsl", "trtllm"]
+
+
+def skip_unless_it_runs(backend: str, dtype: torch.dtype) -> None:
+    """On an emulated B200, or for backend ``cpu`` on what runs this."""
+    b200 = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0", dtype)
+    reason = backends()[backend].unsupported_reason(Target.current("cpu", dtype) if backend == "cpu" else b200)
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("activation", [Activation.STATIC, Activation.DYNAMIC], ids=["static", "dynamic"])
@@ -90,10 +98,7 @@ def test_w4a4(
 ) -> None:
     parts, k, scales, m = case
     chosen = backends()[backend]
-    target = Target("cuda", (10, 0), "13.0", "0.6.13", "9.15.0", "1.15", "4.5.0", dtype)
-    reason = chosen.unsupported_reason(target)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_it_runs(backend, dtype)
     weight = make_weight(parts, k, scales, activation, dtype)
     if dtype == torch.float16:  # keep the result inside fp16
         weight = dataclasses.replace(weight, global_scales=weight.global_scales * 1e-3)
@@ -109,7 +114,7 @@ def test_w4a4(
             assert relative_error(y[:, row : row + part], expected[:, row : row + part]) < 0.005
             row += part
     assert linear(x[:0], bias).shape == (0, sum(parts))
-    if backend != "torch":
+    if backend not in ("torch", "cpu"):
         distinct = 1 + sum(a != b for a, b in itertools.pairwise(scales))
         assert len(emulator.calls) == 2 * distinct
 
@@ -264,6 +269,7 @@ def test_equal_neighbours_share_a_segment() -> None:
 @pytest.mark.parametrize("backend", W4A4_BACKENDS)
 def test_pre_quant_scale(backend: str, unequal: bool, emulator: flashinfer_emulator.Emulator) -> None:
     """NVFP4_AWQ: the input is multiplied per column before it is quantised; fused parts may even differ."""
+    skip_unless_it_runs(backend, torch.bfloat16)
     weight = make_weight([64, 32], 80, [0.01, 0.02], Activation.STATIC, torch.bfloat16)
     pre = torch.rand(2, 80).mul(4).add(0.25)
     if not unequal:
