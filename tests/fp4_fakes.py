@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.layers.quantization import fp4_utils
-from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target, backends
-from sglang.srt.layers.quantization.nvfp4_linear import Activation, NvFp4Weight
+from sglang.srt.layers.quantization.fp4_autotune import Autotuner
+from sglang.srt.layers.quantization.fp4_utils import (
+    Fp4GemmBackend,
+    PreparedWeight,
+    Target,
+    backends,
+    resolve_fp4_gemm_backend,
+)
+from sglang.srt.layers.quantization.nvfp4 import install
+from sglang.srt.layers.quantization.nvfp4_linear import Activation, NvFp4Linear, NvFp4Weight
 
 Fault = Callable[[torch.Tensor], torch.Tensor]
 
@@ -162,3 +172,27 @@ def make_weight(
         input_scale=input_scale,
         input_scale_inv=None if input_scale is None else 1.0 / input_scale,
     )
+
+
+# --------------------------------------------------------------------------------------------------- tuning with them
+CPU = torch.device("cpu")
+MAX_ROWS = 16  # rows of 1, 2, 4, 8 and 16 are measured
+
+
+def name_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(fp4_utils, "_resolution", resolve_fp4_gemm_backend(name, None, Target("cpu")))
+
+
+def layer_of(
+    weight: NvFp4Weight, tp: TensorParallelGroup = SINGLE, sharded: bool = False, name: str = "a"
+) -> nn.Module:
+    layer = nn.Module()
+    layer.prefix, layer.tp, layer.input_is_sharded = name, tp, sharded
+    install(layer, weight)
+    return layer
+
+
+def tuned(weight: NvFp4Weight, mode: str = "on", measure: bool = True) -> NvFp4Linear:
+    """The product of a layer that a new tuner has installed."""
+    with Autotuner(mode, CPU, MAX_ROWS).active(measure):
+        return layer_of(weight).nvfp4
