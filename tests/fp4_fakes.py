@@ -196,3 +196,56 @@ def tuned(weight: NvFp4Weight, mode: str = "on", measure: bool = True) -> NvFp4L
     """The product of a layer that a new tuner has installed."""
     with Autotuner(mode, CPU, MAX_ROWS).active(measure):
         return layer_of(weight).nvfp4
+
+
+# --------------------------------------------------------------------------------------------- backends with a fault
+@dataclass
+class StandWeight(PreparedWeight):
+    inner: PreparedWeight
+
+
+class Stand:
+    """Registers backends that compute with ``torch``, and takes them away."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(
+        self,
+        name: str,
+        *,
+        before: Callable[[NvFp4Weight], NvFp4Weight] = lambda weight: weight,
+        inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        after: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+        use_bias: bool = True,
+        reason: Callable[[Target], str | None] = lambda target: None,
+        fix: str | None = None,
+        variants: tuple[str, ...] = ("",),
+        **members: object,
+    ) -> None:
+        def prepare(self: Fp4GemmBackend, weight: NvFp4Weight) -> StandWeight:
+            return StandWeight(self.name, backends()["torch"]().prepare(before(weight)))
+
+        def apply(
+            self: Fp4GemmBackend, x: torch.Tensor, weight: StandWeight, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            weight.check_owner(self)
+            return after(backends()["torch"]().apply(inside(x), weight.inner, bias if use_bias else None))
+
+        def make(cls: type[Fp4GemmBackend], variant: str) -> Fp4GemmBackend:
+            backend = cls()
+            backend.variant = variant
+            return backend
+
+        members = {
+            "name": name,
+            "per_column_scale": True,
+            "priority": classmethod(lambda cls, target: -1),
+            "unsupported_reason": classmethod(lambda cls, target: reason(target)),
+            "fix": classmethod(lambda cls, target: fix),
+            "variants": classmethod(lambda cls, target: tuple(make(cls, variant) for variant in variants)),
+            "prepare": prepare,
+            "apply": apply,
+        } | members
+        type("Stand" + name.title(), (Fp4GemmBackend,), members)
+        self.names.append(name)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from fp4_fakes import Stand
 from sglang import verify_fp4
 from sglang.srt.errors import ArgumentError, CheckpointError
 from sglang.srt.layers.quantization import fp4_utils
-from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, Target, backends
+from sglang.srt.layers.quantization.fp4_utils import Target, backends
 from sglang.srt.layers.quantization.fp4_verify import Layer, random_weight
 from sglang.srt.layers.quantization.fp4_verify_run import Verification
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
@@ -26,56 +27,6 @@ from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4, quantiz
 FIXTURES = Path(__file__).parent / "fixtures"
 # Small, unaligned, three parts; the last row alone is another batch.
 SMALL = ["--device", "cpu", "--shapes", "200x96", "--rows", "1,7"]
-
-
-@dataclass
-class Prepared(PreparedWeight):
-    inner: PreparedWeight
-
-
-class Stand:
-    """Registers backends that compute with ``torch``, and takes them away."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def add(
-        self,
-        name: str,
-        *,
-        before: Callable[[NvFp4Weight], NvFp4Weight] = lambda weight: weight,
-        inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-        after: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
-        use_bias: bool = True,
-        reason: Callable[[Target], str | None] = lambda target: None,
-        fix: str | None = None,
-        variants: tuple[str, ...] = ("",),
-        **members: object,
-    ) -> None:
-        def prepare(self: Fp4GemmBackend, weight: NvFp4Weight) -> Prepared:
-            return Prepared(self.name, backends()["torch"]().prepare(before(weight)))
-
-        def apply(self: Fp4GemmBackend, x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None) -> torch.Tensor:
-            weight.check_owner(self)
-            return after(backends()["torch"]().apply(inside(x), weight.inner, bias if use_bias else None))
-
-        def make(cls: type[Fp4GemmBackend], variant: str) -> Fp4GemmBackend:
-            backend = cls()
-            backend.variant = variant
-            return backend
-
-        members = {
-            "name": name,
-            "per_column_scale": True,
-            "priority": classmethod(lambda cls, target: -1),
-            "unsupported_reason": classmethod(lambda cls, target: reason(target)),
-            "fix": classmethod(lambda cls, target: fix),
-            "variants": classmethod(lambda cls, target: tuple(make(cls, variant) for variant in variants)),
-            "prepare": prepare,
-            "apply": apply,
-        } | members
-        type("Stand" + name.title(), (Fp4GemmBackend,), members)
-        self.names.append(name)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import types
 
 import torch
 
+from sglang.srt.layers.quantization.fp4_backends.flashinfer import FlashInferBackend
+from sglang.srt.layers.quantization.fp4_utils import Target, backends
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
 from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4, quantize_nvfp4
 
@@ -181,3 +183,14 @@ def assert_close(y: torch.Tensor, expected: torch.Tensor, parts: list[int]) -> N
     """By part: a wrong small one would hide behind a large one."""
     for found, wanted in zip(y.double().split(parts, dim=1), expected.split(parts, dim=1), strict=True):
         assert float((found - wanted).norm() / wanted.norm()) < 0.004
+
+
+NAMES = ["cudnn", "cutlass", "cutedsl", "trtllm", "b12x"]
+SHARING = ["cudnn", "cutlass", "cutedsl", "b12x"]
+B200 = Target("cuda", (10, 0), "13.0", "0.7.4", "9.23.1", "1.32.0", "4.8.0")
+
+
+def backend(name: str) -> FlashInferBackend:
+    chosen = backends()[name]()
+    assert isinstance(chosen, FlashInferBackend)
+    return chosen

@@ -12,36 +12,23 @@ from typing import Any
 import flashinfer_emulator
 import pytest
 import torch
-from flashinfer_emulator import NAN_BYTE, Emulator, assert_close, exact, make_input, make_weight
+from flashinfer_emulator import (
+    B200,
+    NAMES,
+    NAN_BYTE,
+    SHARING,
+    Emulator,
+    assert_close,
+    backend,
+    exact,
+    make_input,
+    make_weight,
+)
 
 from sglang.srt.errors import Fp4GemmError
 from sglang.srt.layers.quantization.fp4_backends import flashinfer as flashinfer_backends
-from sglang.srt.layers.quantization.fp4_backends.flashinfer import FlashInferBackend
 from sglang.srt.layers.quantization.fp4_utils import Target, backends
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear
-
-NAMES = ["cudnn", "cutlass", "cutedsl", "trtllm", "b12x"]
-SHARING = ["cudnn", "cutlass", "cutedsl", "b12x"]
-B200 = Target("cuda", (10, 0), "13.0", "0.7.4", "9.23.1", "1.32.0", "4.8.0")
-
-
-@pytest.fixture
-def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
-    module = Emulator()
-    monkeypatch.setattr(flashinfer_backends, "_flashinfer", lambda: module)
-    return module
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], None]:
-    return lambda target: monkeypatch.setattr(Target, "current", staticmethod(lambda *_: target))
-
-
-def backend(name: str) -> FlashInferBackend:
-    chosen = backends()[name]()
-    assert isinstance(chosen, FlashInferBackend)
-    return chosen
-
 
 # ------------------------------------------------------------------------------------------------------ products
 SHAPES = [([256], 256, [0.01]), ([1000], 48, [1e-3]), ([40, 24, 24], 3696, [1e-4, 1e-2, 3e-3]), ([1], 16, [1.0])]

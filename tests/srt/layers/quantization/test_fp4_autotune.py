@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fp4_fakes import CPU, MAX_ROWS, World, layer_of, make_weight, name_backend, tuned
 from sglang.srt.errors import StartupError
@@ -26,8 +25,6 @@ from sglang.srt.layers.quantization.fp4_utils import (
 from sglang.srt.layers.quantization.nvfp4_linear import (
     Activation,
     NvFp4Linear,
-    linears_of,
-    warm_up_fp4_gemm,
 )
 
 
@@ -366,41 +363,3 @@ def test_too_little_memory_to_measure(world: World, caplog: pytest.LogCaptureFix
     assert [layer.nvfp4.choices for layer in layers] == [{"1-": "default"}] * 3
     assert caplog.text.count("not enough memory to measure N=32 K=64 static bfloat16") == 1
     assert [label for label, _ in world.calls].count("large") == 1
-
-
-# ------------------------------------------------------------------------------------------------------------ warm-up
-def test_warm_up_runs_every_distinct_product_for_every_size(world: World) -> None:
-    world.add("slow", priority=9, layout="shared")
-    world.add("quick", layout="shared")
-    world.seconds |= {"slow": [1e-3] * 4 + [2e-3], "quick": [2e-3] * 4 + [1e-3]}
-    model = nn.Sequential()
-    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
-        for index, columns in enumerate((64, 128, 64)):
-            model.append(layer_of(make_weight(columns=columns, seed=index)))
-    assert [linear.product for linear in linears_of(model)][::2] == [make_weight().product] * 2
-    world.calls.clear()
-    assert warm_up_fp4_gemm(linears_of(model), [1, 7, 24, 7]) == 2
-    assert world.calls == [("quick", 24), ("slow", 7), ("slow", 1)] * 2
-
-
-def test_the_choice_depends_on_the_shape_only(world: World) -> None:
-    """So a compiled or captured call holds one choice."""
-    world.add("slow", priority=9, layout="shared")
-    world.add("quick", layout="shared")
-    world.seconds |= {"slow": [1e-3, 2e-3], "quick": [2e-3, 1e-3]}
-    linear = tuned(make_weight())
-    for x in (torch.zeros(3, 64), torch.full((3, 64), float("nan")), torch.randn(1, 3, 64)):
-        world.calls.clear()
-        linear(x.bfloat16())
-        assert world.calls == [("quick", 3)]
-
-
-def test_layouts_that_differ_cannot_share(world: World) -> None:
-    world.add("row")
-    world.add("column", layout="other")
-    world.add("padded", layout="row", multiples=(32, 1))
-    world.add("joined", layout="row", per_column=True)
-    row = backends()["row"]()
-    for other in ("column", "padded", "joined", "torch"):
-        with pytest.raises(ValueError, match=f"row and {other} have different layouts"):
-            NvFp4Linear(make_weight(), row, backends()[other]())

@@ -1,4 +1,4 @@
-"""Modes of the autotuner, later starts and ranks: fake backends on a clock of their own."""
+"""Modes of the autotuner, later starts, ranks and warm-up: fake backends on a clock of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fp4_fakes import CPU, MAX_ROWS, World, layer_of, make_weight, name_backend, tuned
 from sglang.srt.errors import StartupError
 from sglang.srt.layers.quantization import fp4_autotune_measure
 from sglang.srt.layers.quantization.fp4_autotune import Autotuner
-from sglang.srt.layers.quantization.nvfp4_linear import (
-    Activation,
-)
+from sglang.srt.layers.quantization.fp4_utils import backends
+from sglang.srt.layers.quantization.nvfp4_linear import Activation, NvFp4Linear, linears_of, warm_up_fp4_gemm
 from thread_ranks import on_every_rank, thread_groups
 
 
@@ -211,3 +211,41 @@ def test_ranks_agree_about_what_is_dropped(world: World) -> None:
             return [layer_of(make_weight(columns=128), groups[rank]).nvfp4.choices]
 
     assert on_every_rank(2, load) == [[{"1-": "second"}]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------ warm-up
+def test_warm_up_runs_every_distinct_product_for_every_size(world: World) -> None:
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [1e-3] * 4 + [2e-3], "quick": [2e-3] * 4 + [1e-3]}
+    model = nn.Sequential()
+    with Autotuner("on", CPU, MAX_ROWS).active(measure=True):
+        for index, columns in enumerate((64, 128, 64)):
+            model.append(layer_of(make_weight(columns=columns, seed=index)))
+    assert [linear.product for linear in linears_of(model)][::2] == [make_weight().product] * 2
+    world.calls.clear()
+    assert warm_up_fp4_gemm(linears_of(model), [1, 7, 24, 7]) == 2
+    assert world.calls == [("quick", 24), ("slow", 7), ("slow", 1)] * 2
+
+
+def test_the_choice_depends_on_the_shape_only(world: World) -> None:
+    """So a compiled or captured call holds one choice."""
+    world.add("slow", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"slow": [1e-3, 2e-3], "quick": [2e-3, 1e-3]}
+    linear = tuned(make_weight())
+    for x in (torch.zeros(3, 64), torch.full((3, 64), float("nan")), torch.randn(1, 3, 64)):
+        world.calls.clear()
+        linear(x.bfloat16())
+        assert world.calls == [("quick", 3)]
+
+
+def test_layouts_that_differ_cannot_share(world: World) -> None:
+    world.add("row")
+    world.add("column", layout="other")
+    world.add("padded", layout="row", multiples=(32, 1))
+    world.add("joined", layout="row", per_column=True)
+    row = backends()["row"]()
+    for other in ("column", "padded", "joined", "torch"):
+        with pytest.raises(ValueError, match=f"row and {other} have different layouts"):
+            NvFp4Linear(make_weight(), row, backends()[other]())
