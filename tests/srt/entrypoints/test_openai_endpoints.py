@@ -279,7 +279,10 @@ def test_message_forms(http: httpx.Client) -> None:
 def test_chat_template_kwargs(tmp_path: Path) -> None:
     template = "{% if shout %}LOUD{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     folder = _copy_fixture(tmp_path, template)
+    recommended = {"temperature": 0.6, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps({**recommended, "max_length": 9, "eos_token_id": 1}))
     with serve(model_path=str(folder), served_model_name="tiny") as url, httpx.Client(base_url=url) as http:
+        assert http.get("/get_model_info").json()["preferred_sampling_params"] == recommended
         body = {"model": "tiny", "messages": MESSAGES[1:], "max_tokens": 5, "chat_template_kwargs": {"shout": True}}
         loud = http.post("/v1/chat/completions", json=body).json()
         assert loud["choices"][0]["message"]["content"].startswith("LOUD")

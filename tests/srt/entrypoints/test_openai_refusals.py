@@ -13,6 +13,16 @@ MODEL = str(FIXTURE)
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
 COMPLETION = {"prompt": "a", "max_tokens": 2}
+
+
+def _tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def _assistant(name: str, arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [_tool(name, arguments=arguments)]}
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(
         (body, {field: value}, field)
@@ -24,15 +34,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             "max_tokens": -1,
             "n": 0,
             "stop": [""],
-            "frequency_penalty": 0.5,
-            "presence_penalty": 1,
-            "repetition_penalty": 1.1,
-            "logit_bias": {"5": 1},
-            "seed": 7,
-            "response_format": {"type": "json_object"},
+            "frequency_penalty": 2.5,
+            "presence_penalty": -2.5,
+            "repetition_penalty": 0,
+            "logit_bias": {"x": 1},
+            "seed": 1 << 63,
+            "response_format": {"type": "xml"},
             "stream_options": {"include_usage": True},
-            "min_tokens": 1,
+            "min_tokens": 3,
+            "stop_regex": "(",
             "lora_path": "x",
+            "custom_params": {"a": 1},
+            "return_hidden_states": True,
             "service_tier": "flex",
             "store": True,
             "no_such_field": 1,
@@ -44,8 +57,34 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+    (CHAT, {"messages": [_assistant("f", "{")]}, "messages[0].tool_calls[0]"),
+    (CHAT, {"messages": [_assistant("f", "[1]")]}, "messages[0].tool_calls[0]"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0]"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
+    (CHAT, {"tools": [_tool(""), _tool("g")]}, "tools[0]"),
+    (CHAT, {"tools": [_tool("f"), _tool("f")]}, "tools"),
+    (CHAT, {"tools": [_tool("f", parameters="x")]}, "tools[0]"),
+    (CHAT, {"tools": [_tool("f", cache=True)]}, "tools[0]"),
+    # This model's template has no place for tools.
+    (CHAT, {"tools": [_tool("f")]}, "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"tools": [_tool("f")], "tool_choice": "sometimes"}, "tool_choice"),
+    (CHAT, {"tools": [_tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
+    (CHAT, {"tools": [_tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    (CHAT, {"tools": [_tool("f")], "tool_choice": "required", "regex": "a"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"regex": "a", "ebnf": "root ::= 'a'"}, "ebnf"),
+    (CHAT, {"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    (CHAT, {"chat_template_kwargs": {"no_such_name": 1}}, "chat_template_kwargs"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"prediction": {"type": "content", "content": "a"}}, "prediction"),
+    (CHAT, {"reasoning_effort": "enormous"}, "reasoning_effort"),
+    (CHAT, {"reasoning_effort": True}, "reasoning_effort"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (CHAT, {"input_ids": [5]}, "input_ids"),
     (CHAT, {"logprobs": 3}, "logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -105,8 +144,10 @@ def test_what_common_clients_send_is_accepted(http: httpx.Client) -> None:
     chat = {**CHAT, **common, "tools": None, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": None}
     assert http.post("/v1/chat/completions", json=chat).status_code == 200
     assert http.post("/v1/completions", json={**COMPLETION, **common, "best_of": 1, "suffix": None}).status_code == 200
-    # A seed changes nothing of a greedy answer.
-    assert http.post("/v1/completions", json={**COMPLETION, "temperature": 0, "seed": 1234}).status_code == 200
+    labels = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "store": False}
+    chat = {**CHAT, **labels, "verbosity": "medium", "reasoning_effort": "none", "prompt_cache_retention": "in_memory"}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert http.post("/v1/completions", json={**COMPLETION, **labels, "service_tier": "auto"}).status_code == 200
 
 
 def test_error_reaches_the_client_library(openai_client: OpenAI) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ _UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
 }
 
+# Keys of generation_config.json that SGLang takes as defaults.
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -55,6 +58,7 @@ class ModelConfig:
         eos_token_ids: tokens that end an output (``config.json`` and ``generation_config.json`` together).
         quantization_config, hf_quant_config: the JSON objects as written (the ``config.json`` entry, and ModelOpt's
             ``hf_quant_config.json``); None where there is none.
+        sampling_defaults: what ``generation_config.json`` recommends, by SGLang's names; not checked.
     """
 
     model_path: str
@@ -71,6 +75,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None
     hf_quant_config: dict[str, Any] | None
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_server_args(cls, server_args: ServerArgs) -> ModelConfig:
@@ -144,6 +149,7 @@ class ModelConfig:
             eos_token_ids=_token_ids(raw, config_file) | _token_ids(generation, folder / "generation_config.json"),
             quantization_config=quantization_config,
             hf_quant_config=_read_json(folder / "hf_quant_config.json"),
+            sampling_defaults={name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None},
         )
 
     def check_tp_size(self, size: int) -> None:

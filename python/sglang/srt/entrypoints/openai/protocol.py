@@ -7,65 +7,87 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang.srt.entrypoints.openai.response_format import GRAMMAR_FIELDS, grammar_of
 from sglang.srt.errors import RequestError
+from sglang.srt.managers.generate_request import check_rid
 from sglang.srt.request_validation import convert, select_supported
-from sglang.srt.sampling.sampling_params import NEUTRAL_VALUES, SamplingParams, parse_sampling_params
+from sglang.srt.sampling.sampling_params import SamplingParams, parse_sampling_params
 
 # SGLang's default of "model": whatever is served.
 DEFAULT_MODEL_NAME = "default"
 
 _NOTHING: tuple[Any, ...] = (False, [], {})
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{name: (value,) for name, value in NEUTRAL_VALUES.items() if name not in ("n", "sampling_seed")},
-    "min_tokens": (0,),
-    "logit_bias": _NOTHING,
-    "response_format": ({"type": "text"},),
+# Fields that are known and not acted on, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+            "cache_salt",
+            "custom_labels",
+            "custom_params",
+            "data_parallel_rank",
+            "disagg_prefill_dp_rank",
+            "extra_key",
+            "images_config",
+            "ngram_corpus_id",
+            "priority",
+            "routed_dp_rank",
+            "session_id",
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            "custom_logit_processor",
+            "lora_path",
+            "return_cached_tokens_details",
+            "return_hidden_states",
+            "return_routed_experts",
+            "return_token_ids",
+            "session_params",
+            "store",
+        ),
+        _NOTHING,
+    ),
+    "routed_experts_start_len": (0,),
     "service_tier": ("auto", "default"),
-    "store": _NOTHING,
-    "metadata": _NOTHING,
-    "lora_path": _NOTHING,
-    "session_id": (),
-    "session_params": _NOTHING,
-    "custom_logit_processor": (),
-    "return_hidden_states": _NOTHING,
-    "return_routed_experts": _NOTHING,
-    "return_token_ids": _NOTHING,
-    "return_cached_tokens_details": _NOTHING,
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "routed_dp_rank": (),
-    "data_parallel_rank": (),
-    "extra_key": (),
-    "cache_salt": (),
-    "priority": (),
 }
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **_NEUTRAL,
-    "tools": _NOTHING,
-    "functions": _NOTHING,
-    # Without tools there is nothing to choose or to call in parallel.
-    "tool_choice": ("none", "auto"),
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    **dict.fromkeys(
+        (
+            "audio",
+            "input_ids",
+            "max_dynamic_patch",
+            "min_dynamic_patch",
+            "moderation",
+            "prediction",
+            "prompt_cache_options",
+            "reasoning",
+            "task",
+            "web_search_options",
+        ),
+        (),
+    ),
+    **dict.fromkeys(("return_meta_info", "return_prompt_token_ids", "use_audio_in_video", "functions"), _NOTHING),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
-    # SGLang's defaults; without a reasoning parser there is nothing to separate.
-    "separate_reasoning": (True, False),
-    "stream_reasoning": (True, False),
-    "audio": (),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
+    "prompt_cache_retention": ("in_memory",),
+    "verbosity": ("medium",),
 }
-_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": ("",)}
 
 # Fields that name the user or group requests for the provider's own purposes; they ask nothing of the answer.
-_LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+
+# Fields that /generate has under the same name, and those that it has under another one.
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "stop", "stop_token_ids", "stop_regex", "no_stop_trim", "ignore_eos", "skip_special_tokens", "n",
+)  # fmt: skip
+_RENAMED = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -87,9 +109,19 @@ class _CommonRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
     top_k: int | None = None
     min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     rid: str | None = None
@@ -102,27 +134,41 @@ class _CommonRequest(msgspec.Struct, kw_only=True):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
-        """The sampling that is asked for.
+    @property
+    def field_names(self) -> dict[str, str]:
+        """This endpoint's names of fields that an error may call by /generate's."""
+        names = dict(_RENAMED)
+        if self.response_format is not None:
+            names |= dict.fromkeys(("json_schema", "structural_tag"), "response_format")
+        return names
+
+    def grammar(self) -> dict[str, str]:
+        """The field of /generate, if any, that says what the output has to look like.
 
         Raises:
-            RequestError: a value is out of range, or ``seed`` is set for a request that is not greedy.
+            RequestError: more than one does, or ``response_format`` is none.
         """
-        same = (
-            "stop", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-        )  # fmt: skip
-        params = parse_sampling_params(
-            {"max_new_tokens": max_new_tokens, **{name: getattr(self, name) for name in same}}
-        )
-        if self.seed is not None and not params.is_greedy:
-            raise RequestError(
-                "'seed' is not supported by this server: leave it out, or sample greedily (temperature 0).", "seed"
-            )
-        return params
+        return grammar_of(self.response_format, {name: getattr(self, name, None) for name in GRAMMAR_FIELDS})
+
+    def sampling_params(
+        self, max_new_tokens: int | None, defaults: Mapping[str, Any], grammar: Mapping[str, str]
+    ) -> SamplingParams:
+        """The sampling that is asked for; ``n`` is still in it.
+
+        Args:
+            defaults: for fields that the request leaves out.
+            grammar: from :meth:`grammar`, or what was made of it.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        given = {name: getattr(self, name) for name in _SAME}
+        given |= {generate: getattr(self, own) for generate, own in _RENAMED.items()}
+        asked = {name: value for name, value in given.items() if value is not None}
+        return parse_sampling_params({**defaults, **asked, **grammar, "max_new_tokens": max_new_tokens})
 
     def check(self) -> None:
-        if self.n < 1:
-            raise RequestError(f"n must be at least 1, got {self.n}.", "n")
+        check_rid(self.rid)
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
             if value is not None and value < 0:
@@ -141,6 +187,12 @@ class ChatCompletionRequest(_CommonRequest, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | float | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
 
@@ -148,6 +200,15 @@ class ChatCompletionRequest(_CommonRequest, kw_only=True):
     def output_limit(self) -> int | None:
         """Most new tokens; None: as many as the context has room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        return {
+            **super().field_names,
+            "text": "messages",
+            "max_new_tokens": "max_completion_tokens",
+            "top_logprobs_num": "top_logprobs",
+        }
 
     def check(self) -> None:
         super().check()
@@ -162,10 +223,21 @@ class CompletionRequest(_CommonRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
+    json_schema: str | None = None
 
     @property
     def output_limit(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        return {
+            **super().field_names,
+            "text": "prompt",
+            "input_ids": "prompt",
+            "max_new_tokens": "max_tokens",
+            "top_logprobs_num": "logprobs",
+        }
 
     def check(self) -> None:
         super().check()
@@ -179,17 +251,17 @@ class CompletionRequest(_CommonRequest, kw_only=True):
 
 def parse_chat_request(body: Mapping[str, Any]) -> ChatCompletionRequest:
     """Raises RequestError naming the field that is wrong or not supported."""
-    return _parse(body, ChatCompletionRequest, _CHAT_NEUTRAL)
+    return _parse(body, ChatCompletionRequest, CHAT_NEUTRAL)
 
 
 def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Raises RequestError naming the field that is wrong or not supported."""
-    return _parse(body, CompletionRequest, _COMPLETION_NEUTRAL)
+    return _parse(body, CompletionRequest, COMPLETION_NEUTRAL)
 
 
 def _parse(body: Mapping[str, Any], target: type[R], neutral: dict[str, tuple[Any, ...]]) -> R:
     # null means the default everywhere.
-    body = {name: value for name, value in body.items() if value is not None and name not in _LABELS}
+    body = {name: value for name, value in body.items() if value is not None and name not in LABELS}
     request = convert(select_supported(body, target.__struct_fields__, neutral), target)
     request.check()
     return request

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
 
@@ -22,12 +23,15 @@ from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
 )
+from sglang.srt.entrypoints.openai.settings import OpenAISettings
 from sglang.srt.errors import RequestError
 from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.request_state import Delta, ReqState
+from sglang.srt.managers.request_state import Delta, ReqState, RequestGroup
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
+
+_MESSAGES_IN_THREAD = 500
 
 
 class Answer(ABC, Generic[R]):
@@ -35,16 +39,17 @@ class Answer(ABC, Generic[R]):
 
     Attributes:
         object_name, chunk_name: the response's ``object``, whole and streamed.
-        field_names: OpenAI's names of this endpoint for SGLang's, for errors.
     """
 
     object_name: str
     chunk_name: str
-    field_names: ClassVar[Mapping[str, str]]
 
-    def __init__(self, manager: TokenizerManager, request: R, model: str, prefix: str) -> None:
+    def __init__(
+        self, manager: TokenizerManager, request: R, model: str, settings: OpenAISettings, prefix: str
+    ) -> None:
         self.manager = manager
         self.request: R = request
+        self.settings = settings
         self._head = {
             "id": request.rid or f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -67,9 +72,15 @@ class Answer(ABC, Generic[R]):
     def chunk_choices(self, state: ReqState, delta: Delta) -> Iterable[dict[str, Any]]:
         """What a sequence gained, as the choices of chunks; none if there is nothing to tell."""
 
+    async def _submit(self, *, stream: bool) -> RequestGroup:
+        # A template takes its time for many messages, and others have their turn meanwhile.
+        long = len(getattr(self.request, "messages", ())) > _MESSAGES_IN_THREAD
+        requests = await asyncio.to_thread(self.requests) if long else self.requests()
+        return await self.manager.submit(requests, stream=stream)
+
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""
-        group = await self.manager.submit(self.requests(), stream=False)
+        group = await self._submit(stream=False)
         try:
             states = await group.wait()
         finally:
@@ -85,7 +96,7 @@ class Answer(ABC, Generic[R]):
         """The response as server-sent events."""
         request = self.request
         head = {"object": self.chunk_name, **self._head}
-        group = await self.manager.submit(self.requests(), stream=True)
+        group = await self._submit(stream=True)
         try:
             while news := await group.news():
                 for state in news:
@@ -139,5 +150,5 @@ async def respond(answer: Answer[Any], request: Request) -> Response:
             return await stream_response(request, answer.chunks())
         return JsonResponse(await unless_disconnected(request, answer.whole()))
     except RequestError as error:
-        error.param = answer.field_names.get(error.param or "", error.param)
+        error.param = answer.request.field_names.get(error.param or "", error.param)
         raise

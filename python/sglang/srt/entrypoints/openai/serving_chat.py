@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, Literal
 
+import msgspec
+
+from sglang.srt.entrypoints.openai.chat_output import ChatOutput
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
+from sglang.srt.entrypoints.openai.messages import template_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.response_format import after_thoughts, forced_calls, with_strict_calls
 from sglang.srt.entrypoints.openai.serving_base import Answer, finish
+from sglang.srt.entrypoints.openai.settings import OpenAISettings
+from sglang.srt.entrypoints.openai.tools import ToolChoice, parse_tools
 from sglang.srt.errors import RequestError
+from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.json_array_detector import JsonArrayDetector
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import Delta, ReqState
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser
 
-# What a template may use of a message; anything else must ask for nothing.
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
+# Names by which templates know whether the model shall think.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatAnswer(Answer[ChatCompletionRequest]):
@@ -23,52 +33,136 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    field_names: ClassVar[Mapping[str, str]] = {
-        "text": "messages",
-        "max_new_tokens": "max_completion_tokens",
-        "top_logprobs_num": "top_logprobs",
-    }
 
-    def __init__(self, manager: TokenizerManager, request: ChatCompletionRequest, model: str) -> None:
-        super().__init__(manager, request, model, "chatcmpl")
-        self._begun: set[int] = set()
+    def __init__(
+        self, manager: TokenizerManager, request: ChatCompletionRequest, model: str, settings: OpenAISettings
+    ) -> None:
+        super().__init__(manager, request, model, settings, "chatcmpl")
+        self._tools = parse_tools(request)
+        self._detector = _detector(self._tools, settings)
+        self._thoughts: Literal["open", "closed", "unknown"] = "unknown"
+        self._outputs: dict[int, ChatOutput] = {}
+
+    @property
+    def _reasoning(self) -> ReasoningFormat | None:
+        return None if self._thoughts == "closed" else self.settings.reasoning
 
     def requests(self) -> list[GenerateRequest]:
-        request = self.request
-        prompt = render_chat(self.manager.tokenizer, request)
-        params = request.sampling_params(request.output_limit)
+        request, settings = self.request, self.settings
+        messages = template_messages(request.messages)
+        last = messages[-1]
+        if request.continue_final_message and last["role"] != "assistant":
+            raise RequestError(
+                "'continue_final_message' needs a last message of the assistant.", "continue_final_message"
+            )
+        self._check_tools()
+        prompt = settings.template.render(
+            messages,
+            tools=self._tools.shown if "tools" in settings.template.variables else (),
+            continue_final_message=request.continue_final_message,
+            kwargs=_template_kwargs(request, settings),
+        )
+        if settings.reasoning is not None:
+            continued = last["content"] if request.continue_final_message else None
+            self._thoughts = _thoughts_in(settings.reasoning, prompt, continued)
+        params = request.sampling_params(request.output_limit, settings.sampling_defaults, self._grammar())
+        if self._marks_are_special():
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
         return [
             GenerateRequest(
                 rid=f"{self.id}_{sample}",
                 text=prompt,
                 add_special_tokens=False,  # the template has written them
-                sampling_params=params,
+                sampling_params=params.sample(sample),
                 max_new_tokens_given=request.output_limit is not None,
                 return_logprob=request.logprobs,
                 top_logprobs_num=request.top_logprobs or 0,
             )
-            for sample in range(request.n)
+            for sample in range(params.n)
         ]
 
+    def _check_tools(self) -> None:
+        if self._tools.mode != "auto":
+            return
+        if "tools" not in self.settings.template.variables:
+            raise RequestError(
+                "This model's chat template does not show tools to the model, so it can't choose one: set "
+                "'tool_choice' to required or to a function, or start the server with a --chat-template that has them.",
+                "tools",
+            )
+        if self.settings.tool_call_parser is None:
+            raise RequestError(
+                "How this model writes tool calls is not known: start the server with --tool-call-parser, or set "
+                "'tool_choice' to required or to a function.",
+                "tools",
+            )
+
+    def _grammar(self) -> Mapping[str, str]:
+        """The field of /generate that constrains the whole output: answer, tool calls and thoughts before them."""
+        request, tools, reasoning = self.request, self._tools, self._reasoning
+        grammar = request.grammar()
+        if tools.mode == "required":
+            if grammar:
+                raise RequestError(
+                    "A 'tool_choice' that requires a call can't be combined with 'response_format', 'regex' or 'ebnf'.",
+                    "tool_choice",
+                )
+            grammar = forced_calls(tools.required_schema(parallel=request.parallel_tool_calls))
+        elif self._detector is not None and (grammar or any(function.strict for function in tools.functions)):
+            tags = self._detector.strict_tags(tools.functions)
+            grammar = with_strict_calls(grammar, tags, parallel=request.parallel_tool_calls)
+        if not grammar or reasoning is None:
+            return grammar
+        opened = self._thoughts == "open"
+        return after_thoughts(grammar, reasoning, opened=opened, certain=opened or reasoning.always)
+
+    def _marks_are_special(self) -> bool:
+        """Whether leaving special tokens out of the text would hide what is looked for in it."""
+        marks = {self._detector.bot_token} if self._detector is not None else set()
+        if self._reasoning is not None:
+            marks |= {self._reasoning.think_start, self._reasoning.think_end}
+        decoder = self.manager.decoder
+        return bool(marks) and any(decoder.text(i) in marks for i in decoder.special_ids)
+
+    def _output(self, index: int) -> ChatOutput:
+        if (output := self._outputs.get(index)) is None:
+            request, tools = self.request, self._tools
+            reasoning = detector = None
+            if self._reasoning is not None and request.separate_reasoning:
+                force = self._thoughts == "open" or self._reasoning.always
+                reasoning = ReasoningParser(
+                    self._reasoning, force_reasoning=force, stream_reasoning=request.stream_reasoning
+                )
+            if self._detector is not None:
+                detector = self._detector(tools.functions, parallel=request.parallel_tool_calls)
+            parser = self.settings.tool_call_parser or BaseFormatDetector
+            output = self._outputs[index] = ChatOutput(reasoning, detector, parser.new_call_id)
+        return output
+
     def choice(self, state: ReqState) -> dict[str, Any]:
+        output = self._output(state.index)
         return {
             "index": state.index,
-            "message": {"role": "assistant", "content": state.text},
+            "message": output.message(state.text),
             "logprobs": self._logprobs(state, 0),
-            **finish(state),
+            **_finish(state, output),
         }
 
     def chunk_choices(self, state: ReqState, delta: Delta) -> Iterable[dict[str, Any]]:
         unfinished = {"finish_reason": None, "matched_stop": None}
-        if state.index not in self._begun:
-            self._begun.add(state.index)
+        if state.index not in self._outputs:
             first = {"role": "assistant", "content": ""}
             yield {"index": state.index, "delta": first, "logprobs": None, **unfinished}
+        output = self._output(state.index)
         logprobs = self._logprobs(state, delta.start) if delta.start < len(state.output_ids) else None
-        if delta.text or logprobs:
-            yield {"index": state.index, "delta": {"content": delta.text}, "logprobs": logprobs, **unfinished}
+        deltas = output.deltas(delta.text, last=state.finished)
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for piece in deltas:
+            yield {"index": state.index, "delta": piece, "logprobs": logprobs, **unfinished}
+            logprobs = None
         if state.finished:
-            yield {"index": state.index, "delta": {}, "logprobs": None, **finish(state)}
+            yield {"index": state.index, "delta": {}, "logprobs": None, **_finish(state, output)}
 
     def _logprobs(self, state: ReqState, start: int) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -77,63 +171,55 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return chat_logprobs(self.manager.decoder, tokens, tops)
 
 
-def render_chat(tokenizer: Any, request: ChatCompletionRequest) -> str:
-    """The conversation as the model's chat template writes it.
+def _detector(tools: ToolChoice, settings: OpenAISettings) -> type[BaseFormatDetector] | None:
+    if tools.mode == "none":
+        return None
+    return JsonArrayDetector if tools.mode == "required" else settings.tool_call_parser
+
+
+def _finish(state: ReqState, output: ChatOutput) -> dict[str, Any]:
+    end = finish(state)
+    if output.has_tool_calls and end["finish_reason"] == "stop":
+        return {"finish_reason": "tool_calls", "matched_stop": None}
+    return end
+
+
+def _template_kwargs(request: ChatCompletionRequest, settings: OpenAISettings) -> dict[str, Any]:
+    """What a template is given beside messages and tools.
 
     Raises:
-        RequestError: there is no template, it refuses the messages, or they have what this server does not act on.
+        RequestError: ``reasoning_effort`` is none of OpenAI's, or means nothing to this model.
     """
-    if not tokenizer.chat_template:
+    kwargs = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort
+    if effort is None:
+        return kwargs
+    if effort not in _EFFORTS and not (isinstance(effort, float) and 0 <= effort < 1):
         raise RequestError(
-            "This model's tokenizer has no chat template; use /v1/completions or /generate with a finished prompt.",
-            "messages",
+            f"'reasoning_effort' must be one of {', '.join(_EFFORTS)}, got {effort!r}.", "reasoning_effort"
         )
-    if not request.messages:
-        raise RequestError("'messages' is empty.", "messages")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
-    if request.continue_final_message and messages[-1]["role"] != "assistant":
-        raise RequestError("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
-    kwargs = request.chat_template_kwargs or {}
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in kwargs:
-        if name in reserved:
-            raise RequestError(f"'chat_template_kwargs' can't set {name!r}.", "chat_template_kwargs")
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not request.continue_final_message,
-            continue_final_message=request.continue_final_message,
-            **kwargs,
+    meant = {"reasoning_effort": effort, **dict.fromkeys(_THINKING_SWITCHES, effort != "none")}
+    known = {name: value for name, value in meant.items() if name in settings.template.variables}
+    if not known and effort != "none":
+        raise RequestError(
+            "This model's chat template reads neither 'reasoning_effort' nor a switch for thoughts: leave it out.",
+            "reasoning_effort",
         )
-    except Exception as error:  # a template may fail in any way on messages that it was not written for
-        raise RequestError(f"The chat template can't write these messages: {error}", "messages") from error
-    return text
+    return {**known, **kwargs}
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    for name, value in message.items():
-        if name not in _MESSAGE_FIELDS and value not in (None, False, [], {}):
-            raise RequestError(f"'{where}.{name}' is not supported by this server.", f"{where}.{name}")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise RequestError(f"'{where}.role' must be a string such as 'user'.", f"{where}.role")
-    used = {name: value for name, value in message.items() if name in _MESSAGE_FIELDS and value is not None}
-    return {**used, "role": role, "content": _content(message.get("content"), f"{where}.content")}
+def _thoughts_in(form: ReasoningFormat, prompt: str, continued: str | None) -> Literal["open", "closed", "unknown"]:
+    """Whether the prompt leaves the model inside its thoughts, behind them, or free to begin them.
 
-
-def _content(content: Any, where: str) -> str:
-    """A message's text; parts are joined with spaces as SGLang does."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"'{where}' must be a string or a list of parts.", where)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"'{where}[{i}]' must be a text part; this model reads text only.", f"{where}[{i}]")
-        texts.append(part["text"])
-    return " ".join(texts)
+    Args:
+        continued: what the assistant's message, which the model continues, has so far.
+    """
+    if continued is not None:
+        start, end = continued.rfind(form.think_start), continued.rfind(form.think_end)
+        if start == end == -1:
+            return "closed" if continued.strip() and not form.always else "unknown"
+        return "open" if start > end else "closed"
+    prompt = prompt.rstrip()
+    if prompt.endswith(form.think_start):
+        return "open"
+    return "closed" if prompt.endswith(form.think_end) else "unknown"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import Answer, finish
+from sglang.srt.entrypoints.openai.settings import OpenAISettings
 from sglang.srt.errors import RequestError
 from sglang.srt.managers.generate_request import GenerateRequest, split_token_prompts
 from sglang.srt.managers.request_state import Delta, ReqState
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import MAX_PARALLEL_SAMPLES
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
@@ -19,29 +21,27 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     object_name = "text_completion"
     chunk_name = "text_completion"
-    field_names: ClassVar[Mapping[str, str]] = {
-        "text": "prompt",
-        "input_ids": "prompt",
-        "max_new_tokens": "max_tokens",
-        "top_logprobs_num": "logprobs",
-    }
 
-    def __init__(self, manager: TokenizerManager, request: CompletionRequest, model: str) -> None:
-        super().__init__(manager, request, model, "cmpl")
+    def __init__(
+        self, manager: TokenizerManager, request: CompletionRequest, model: str, settings: OpenAISettings
+    ) -> None:
+        super().__init__(manager, request, model, settings, "cmpl")
         self._prompts = _prompts(request.prompt)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
 
     def requests(self) -> list[GenerateRequest]:
         request = self.request
-        params = request.sampling_params(request.output_limit)
+        params = request.sampling_params(request.output_limit, self.settings.sampling_defaults, request.grammar())
         want_logprobs = request.logprobs is not None
+        if (count := len(self._prompts) * request.n) > MAX_PARALLEL_SAMPLES:
+            raise RequestError(f"One request may ask for {MAX_PARALLEL_SAMPLES} completions, not {count}.", "prompt")
         return [
             GenerateRequest(
                 rid=f"{self.id}_{i * request.n + sample}",
                 text=prompt if isinstance(prompt, str) else None,
                 input_ids=prompt if isinstance(prompt, list) else None,
-                sampling_params=params,
+                sampling_params=params.sample(sample),
                 max_new_tokens_given=request.max_tokens is not None,
                 return_logprob=want_logprobs,
                 logprob_start_len=0 if want_logprobs and request.echo else -1,
