@@ -1,0 +1,1 @@
+"""SGLang's benchmark commands: ``bench_serving``, ``bench_one_batch`` and ``bench_one_batch_server``."""
