@@ -20,10 +20,11 @@ TIMEOUT = 3600.0
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def answers(url: str, timeout: float = 30.0) -> bool:
+def answers(url: str, timeout: float = 30.0, api_key: str | None = None) -> bool:
     """Whether a GET of ``url`` is answered with status 200."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        with _direct.open(url, timeout=timeout) as response:
+        with _direct.open(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
             return bool(response.status == 200)
     except (OSError, http.client.HTTPException):
         return False

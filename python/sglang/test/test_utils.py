@@ -63,7 +63,7 @@ def popen_launch_server(
         model: folder or hub id.
         base_url: "http://HOST:PORT", where the server shall listen.
         timeout: seconds until it must have answered ``/health_generate``.
-        api_key: not supported by this server, must be None.
+        api_key: the server's ``--api-key``.
         other_args: further arguments; numbers are converted.
         env: the server's environment. None: this process's.
         return_stdout_stderr: two text files that also get what the server writes.
@@ -73,12 +73,10 @@ def popen_launch_server(
         The process; :func:`kill_process_tree` ends it.
 
     Raises:
-        ValueError: ``api_key``, a ``base_url`` without a port, or one where something listens already.
+        ValueError: a ``base_url`` without a port, or one where something listens already.
         RuntimeError: the server ended; the text has its status and last lines.
         TimeoutError: it is not ready in time, and was killed; the text has its last lines.
     """
-    if api_key is not None:
-        raise ValueError("popen_launch_server: api_key is not supported, this server has no --api-key")
     host, port = urlsplit(base_url).hostname, urlsplit(base_url).port
     if host is None or port is None:
         raise ValueError(f"popen_launch_server: base_url must be like http://127.0.0.1:21000, not {base_url!r}")
@@ -87,6 +85,7 @@ def popen_launch_server(
 
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     command += [] if device == "auto" else ["--device", device]
+    command += [] if api_key is None else ["--api-key", api_key]
     command += [str(argument) for argument in other_args or ()]
     child_env = dict(os.environ if env is None else env)
     package = str(Path(sglang.__file__).parents[1])
@@ -99,7 +98,7 @@ def popen_launch_server(
 
     deadline = time.monotonic() + timeout
     try:
-        while not answers(f"{base_url}/health_generate"):
+        while not answers(f"{base_url}/health_generate", api_key=api_key):
             if process.poll() is not None:
                 for reader in readers:
                     reader.join(5)

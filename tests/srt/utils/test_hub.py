@@ -82,7 +82,8 @@ def test_hub_id_downloads_only_what_is_wanted(hub, tmp_path):
         (http_error(errors.RevisionNotFoundError, 404), "no revision 'v9'"),
         (errors.LocalEntryNotFoundError("offline"), "can't be reached"),
         (http_error(errors.HfHubHTTPError, 500), "failed (first line"),
-        (httpx.ConnectError("no route"), "failed (no route)"),
+        (ConnectionError("no route"), "failed (no route)"),
+        (RuntimeError("what an HTTP library raises"), "failed (what an HTTP library raises)"),
         (OSError(28, "No space left on device"), "No space left"),
     ],
 )

@@ -35,11 +35,9 @@ def resolve_folder(path: str, revision: str | None, patterns: Sequence[str], fla
     if local.exists():
         raise CheckpointError(f"{flag} {path} is a file; give the folder of a Hugging Face checkpoint")
 
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -65,7 +63,7 @@ def resolve_folder(path: str, revision: str | None, patterns: Sequence[str], fla
         reason = "the hub has no such model, or it is private and HF_TOKEN is not set"
     except LocalEntryNotFoundError:
         reason = "the Hugging Face hub can't be reached and the model is not in its local cache"
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # which HTTP library's errors they are differs between versions of huggingface_hub
         lines = str(error).strip().splitlines()
         reason = f"the download from the Hugging Face hub failed ({lines[0] if lines else type(error).__name__})"
     raise CheckpointError(f"{missing}, and {reason}")
