@@ -7,14 +7,14 @@ import torch
 
 from sglang.kernels import w4a16
 from sglang.kernels.w4a16_layout import pack
-from sglang.kernels.w4a16_tilings import WIDE, SmallTiling, WideTiling
+from sglang.kernels.w4a16_tilings import SMALL, WIDE, SmallTiling, WideTiling
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-SHAPES = [(16, 64), (100, 192), (77, 1088), (1000, 2048), (4097, 576)]
+SHAPES = [(16, 64), (100, 192), (77, 1088), (1000, 2048), (4097, 576), (1032, 1088)]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
 
@@ -57,13 +57,14 @@ def check(
     bias: torch.Tensor | None,
     tiling: SmallTiling | WideTiling | None,
 ) -> None:
-    """Rounding the result is the only error; what cuBLAS makes of bfloat16 weights is never better."""
+    """Rounding the result is the only error, where cuBLAS adds a bias rounding twice; what it makes of bfloat16 weights
+    is never better."""
     y = run(x, packed, scale, parts, bias, tiling)
     columns = torch.cat([torch.full((size,), value, device="cuda") for size, value in parts]).double()
     weight = exact_values(packed, scale) * columns[:, None]
     expected = x.double() @ weight.T + (0 if bias is None else bias.double())
     rounding = error(expected.to(x.dtype), expected)
-    assert error(y, expected) <= 1.02 * rounding + 2e-6
+    assert error(y, expected) <= (1.02 if tiling or bias is None else 1.5) * rounding + 2e-6
     if bias is None and x.dtype == torch.bfloat16:
         assert error(y, expected) <= 1.02 * error(x @ weight.bfloat16().T, expected)
     assert torch.equal(y, run(x, packed, scale, parts, bias, tiling)), "the result depends on timing"
@@ -85,11 +86,37 @@ def test_every_tiling_is_exact(tiling: SmallTiling | WideTiling | None, dtype: t
 
 @pytest.mark.skipif(CAPABILITY != (9, 0), reason="wgmma is of compute capability 9.0")
 @pytest.mark.parametrize("split", range(2, 9))
-@pytest.mark.parametrize("tiling", WIDE, ids=str)
+@pytest.mark.parametrize("tiling", [tiling for tiling in WIDE if tiling.share == 1], ids=str)
 def test_blocks_of_a_cluster_add_up(tiling: WideTiling, split: int) -> None:
     packed, scale = weight_of(300, 1152)
     x = torch.randn(70, 1152, device="cuda", dtype=torch.bfloat16)
     check(x, packed, scale, [(300, 1e-3)], None, dataclasses.replace(tiling, split=split))
+
+
+@pytest.mark.parametrize("tiling", [tiling for tiling in SMALL if tiling.cut], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(4097, 4096), (20000, 1024), (128, 16384), (129, 8192)])
+def test_blocks_that_share_a_tile_add_up(tiling: SmallTiling, n: int, k: int) -> None:
+    """Of few stages and of many, a tile for a block or for more than two; no block leaves its flag set."""
+    if not tiling.fits(CAPABILITY):
+        pytest.skip("needs more shared memory")
+    packed, scale = weight_of(n, k)
+    bias = torch.randn(n, device="cuda").bfloat16()
+    for m in (1, 5, 8):
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        check(x, packed, scale, [(n, 1e-3)], bias, tiling)
+        assert not w4a16.device(0).ready.any()
+
+
+@pytest.mark.skipif(CAPABILITY != (9, 0), reason="wgmma is of compute capability 9.0")
+@pytest.mark.parametrize(
+    "tiling", [dataclasses.replace(tiling, share=2) for tiling in WIDE if tiling.share == 1], ids=str
+)
+def test_blocks_that_share_x_agree(tiling: WideTiling) -> None:
+    """Also where the second of two blocks has no weights, and where there are more tiles than blocks."""
+    for n, k, m in ((64, 128, 3), (1000, 1088, 300), (20000, 192, 700)):
+        packed, scale = weight_of(n, k)
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        check(x, packed, scale, [(n, 1e-3)], None, tiling)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

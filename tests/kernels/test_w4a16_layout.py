@@ -85,15 +85,18 @@ def test_the_kernels_expressions_give_every_value_exactly(dtype: torch.dtype) ->
     weight = w4a16_layout.pack(packed, scale, dtype)[0]  # unit, byte
     kernel = Kernel(dtype)
     words = weight[:, : w4a16_layout.CODE_BYTES].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    words = words.view(-1, 2, 8, 4, 4)  # unit, step, g, t, word
+    words = words.view(-1, 2, 32, 4)  # unit, step, piece, word
+    g, t = torch.arange(8)[:, None], torch.arange(4)
+    (place,) = re.findall(r"#define PIECE\(g, t\) (.*) //", SOURCE)  # in bytes
+    words = words[:, :, eval(place, {"g": g, "t": t}) // 16]  # unit, step, g, t, word
     scales = weight[:, w4a16_layout.CODE_BYTES :].contiguous().view(torch.int32).long().view(-1, 8, 4) & 0xFFFFFFFF
-    found = torch.empty(len(weight), 2, 4, 4, 2, 2, 2, 8, dtype=dtype)  # unit, step, t, word, pair, code, row half, g
+    found = torch.empty(len(weight), 2, 4, 2, 4, 2, 2, 8, dtype=dtype)  # unit, step, t, k half, word, code, row half, g
     for step in range(2):
         s0, s1 = kernel.decode_scales(scales, step)
         for word in range(4):
             for index, value in enumerate(kernel.dequantize(words[:, step, :, :, word], s0, s1)):
                 for code, number in enumerate(kernel._halves(value)):
-                    found[:, step, :, word, index // 2, code, index % 2] = number.transpose(1, 2)
+                    found[:, step, :, index // 2, word, code, index % 2] = number.transpose(1, 2)
     matrix = found.permute(6, 7, 0, 1, 2, 3, 4, 5).reshape(rows, columns).double()
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).long()
     expected = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes] * scale.double().repeat_interleave(16, dim=1)

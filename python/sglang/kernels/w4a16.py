@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,17 @@ import torch
 from sglang.kernels import nvrtc
 from sglang.kernels.cuda_driver import Kernel, Launch, TensorMap, tensor_map
 from sglang.kernels.w4a16_layout import ROWS, UNIT
-from sglang.kernels.w4a16_tilings import MAX_SPLIT, SCRATCH_BYTES, SMALL, WIDE, SmallTiling, Way, WideTiling, ranked
+from sglang.kernels.w4a16_tilings import (
+    MAX_SPLIT,
+    SCRATCH_BYTES,
+    SMALL,
+    WIDE,
+    SmallTiling,
+    Way,
+    WideTiling,
+    ranked,
+    small_tilings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +84,14 @@ def compile_programs(programs: Iterable[Program]) -> None:
     """Have them compiled or read from the cache, several at a time; says so if it has to compile."""
     missing = [item for item in dict.fromkeys(programs) if item not in _cubins]
     cached = [item for item in missing if nvrtc.is_cached(*item)]
-    if len(cached) < len(missing):
-        logger.info("w4a16: compiling %d kernels for %s", len(missing) - len(cached), missing[0][1])
+    compiling, started = len(missing) - len(cached), time.perf_counter()
+    if compiling:
+        logger.info("w4a16: compiling %d kernels for %s", compiling, missing[0][1])
     with ThreadPoolExecutor(8) as pool:
         for item, (cubin, _) in zip(missing, pool.map(lambda item: nvrtc.load_cubin(*item), missing), strict=True):
             _cubins[item] = cubin
+    if compiling:
+        logger.info("w4a16: compiled %d kernels in %.1f s", compiling, time.perf_counter() - started)
 
 
 # ------------------------------------------------------------------------------------------------------- devices
@@ -90,6 +104,7 @@ class Device:
     processors: int
     max_clusters: tuple[tuple[int, int], ...]  # blocks in a cluster, how many of those run at once
     scratch: torch.Tensor  # uint8 [SCRATCH_BYTES]; calls must be ordered, as those of one stream are
+    ready: torch.Tensor  # int32 [blocks that run at once], zeros between calls
 
     def choose(self, m: int, n: int, k: int, rank: int = 0) -> Way:
         """The way that the model puts at ``rank``; the first where there are not as many."""
@@ -111,13 +126,16 @@ def device(index: int) -> Device:
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+        ready = torch.zeros(
+            max(tiling.blocks for tiling in SMALL) * properties.multi_processor_count, dtype=torch.int32, device="cuda"
+        )
         clusters = {1: properties.multi_processor_count}
         if capability == (9, 0):
             probe = WIDE[0]
             wgmma = _kernel(probe, torch.bfloat16, index, "w4a16_wgmma")
             for split in range(2, MAX_SPLIT + 1):
                 clusters[split] = wgmma.max_clusters(split, probe.shared)
-        return Device(index, capability, properties.multi_processor_count, tuple(clusters.items()), scratch)
+        return Device(index, capability, properties.multi_processor_count, tuple(clusters.items()), scratch, ready)
 
 
 @cache
@@ -137,17 +155,15 @@ def _kernel(tiling: Way, dtype: torch.dtype, index: int, name: str) -> Kernel:
 
 
 @lru_cache(1024)
-def _kernels(tiling: Way, dtype: torch.dtype, index: int) -> tuple[Kernel, ...]:
+def _kernel_of(tiling: Way, dtype: torch.dtype, index: int) -> Kernel:
     if isinstance(tiling, WideTiling):
-        tiling = replace(tiling, split=1)  # not a property of the kernels
-        return tuple(_kernel(tiling, dtype, index, name) for name in ("w4a16_permute", "w4a16_wgmma"))
-    return (_kernel(tiling, dtype, index, "w4a16_dequantize" if tiling is None else "w4a16_gemm"),)
+        return _kernel(replace(tiling, split=1, share=1), dtype, index, "w4a16_wgmma")  # kernels take any of them
+    return _kernel(tiling, dtype, index, "w4a16_dequantize" if tiling is None else "w4a16_gemm")
 
 
 def tilings(capability: tuple[int, int]) -> tuple[Way, ...]:
     """Every way that calls on such a device may take."""
-    small = (tiling for tiling in SMALL if tiling.fits(capability))
-    return (None, *small, *(WIDE if capability == (9, 0) else ()))
+    return (None, *small_tilings(capability), *(WIDE if capability == (9, 0) else ()))
 
 
 @cache
@@ -157,7 +173,7 @@ def prepare(dtype: torch.dtype, index: int) -> None:
     capability = device(index).capability
     compile_programs(program(tiling, dtype, capability) for tiling in tilings(capability))
     for tiling in tilings(capability):
-        _kernels(tiling, dtype, index)
+        _kernel_of(tiling, dtype, index)
 
 
 # ------------------------------------------------------------------------------------------------------ launching
@@ -167,8 +183,9 @@ class _SmallParams(ctypes.Structure):
         ("x_map", TensorMap),
         *((name, ctypes.c_void_p) for name in ("w", "x", "y", "scale", "bias")),
         ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "k_units", "row_blocks", "stages", "tiles")),
-        ("padding", ctypes.c_char * 52),  # to a multiple of 64 bytes, the alignment of a tensor map
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "k_units", "row_blocks", "stages", "tiles", "granule")),
+        *((name, ctypes.c_void_p) for name in ("partial", "ready")),
+        ("padding", ctypes.c_char * 32),  # to a multiple of 64 bytes, the alignment of a tensor map
     ]
 
 
@@ -177,16 +194,8 @@ class _WideParams(ctypes.Structure):
         ("w_map", TensorMap),
         ("x_map", TensorMap),
         *((name, ctypes.c_void_p) for name in ("y", "scale", "bias")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k_units", "n_tiles", "m_tiles", "split")),
-        ("padding", ctypes.c_char * 16),
-    ]
-
-
-class _PermuteParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "out")),
-        ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("m", "k")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k_units", "n_tiles", "m_tiles", "split", "share")),
+        ("padding", ctypes.c_char * 12),
     ]
 
 
@@ -206,7 +215,7 @@ def gemm(
     y: torch.Tensor,
     tiling: Way,
 ) -> None:
-    """Write ``x W^T * scale + bias`` into ``y``: sums in float32, rounded once.
+    """Write ``x W^T * scale + bias`` into ``y``: sums in float32, rounded once (with cuBLAS and a bias perhaps twice).
 
     Args:
         x: [M > 0, K], bfloat16 or float16, unit inner stride, rows at multiples of 16 bytes; K a multiple of 64.
@@ -214,18 +223,17 @@ def gemm(
         scale: float32 [N].
         bias: [N] of x's dtype.
         parts: rows of neighbouring parts of the weight, and their scale, which ``scale`` repeats.
-        y: [M, N] of x's dtype, contiguous.
+        y: [M, N] of x's dtype, contiguous, 16-byte aligned.
         tiling: how; None for cuBLAS on a dequantised copy.
     """
     (m, k), n, index = x.shape, y.shape[1], x.device.index
     stream = torch.cuda.current_stream(x.device).cuda_stream
     memory = weight.data_ptr(), weight.shape[0], weight.shape[1], scale.data_ptr(), _address(bias)
+    stride = x.stride(0) if m > 1 else k
     if isinstance(tiling, SmallTiling):
-        stride = x.stride(0) if m > 1 else k
         _small(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k)()
     elif isinstance(tiling, WideTiling):
-        for launch in _wide(tiling, x.dtype, index, stream, memory, x.data_ptr(), x.stride(0), y.data_ptr(), m, n, k):
-            launch()
+        _wide(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k)()
     else:
         _scratch(x, weight, bias, parts, y)
 
@@ -259,11 +267,14 @@ def _small(
     if where.capability >= (9, 0):
         w_map = _weight_map(weight, blocks, k_units, (tiling.rows // ROWS, units))
         x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, columns, 2 * units), True)
+    stages = -(-k_units // units)
+    granule = 1 if tiling.cut and m <= columns else stages
     params = _SmallParams(
-        w_map, x_map, weight, x, y, scale, bias, x_stride, m, n, k, k_units, blocks, -(-k_units // units), tiles
-    )
-    (kernel,) = _kernels(tiling, dtype, index)
-    grid = (min(tiling.blocks * where.processors, tiles), -(-m // columns))
+        w_map, x_map, weight, x, y, scale, bias, x_stride, m, n, k, k_units, blocks, stages, tiles, granule,
+        where.scratch.data_ptr(), where.ready.data_ptr(),
+    )  # fmt: skip
+    kernel = _kernel_of(tiling, dtype, index)
+    grid = (min(tiling.blocks * where.processors, tiles * stages // granule), -(-m // columns))
     return kernel.launch(grid, tiling.shared, stream, params)
 
 
@@ -280,28 +291,16 @@ def _wide(
     m: int,
     n: int,
     k: int,
-) -> tuple[Launch, ...]:
-    where = device(index)
+) -> Launch:
     weight, blocks, k_units, scale, bias = memory
-    ordered = where.scratch.data_ptr()
-    permute, wgmma = _kernels(tiling, dtype, index)
     w_map = _weight_map(weight, blocks, k_units, (tiling.rows // ROWS, 1))
-    step = tiling.pieces(m, n, k, where.processors)[0]
-    result = []
-    for first in range(0, m, step):
-        rows = min(step, m - first)
-        order = _PermuteParams(x + 2 * first * x_stride, ordered, x_stride, rows, k)
-        grid = (min(4 * where.processors, -(-rows * k // 2048)), 1)
-        result.append(permute.launch(grid, 0, stream, order))
-        x_map = tensor_map(ordered, 2, (64, rows, k // 64), (2 * k, 128), (64, tiling.columns, 2), True)
-        n_tiles, m_tiles = -(-n // tiling.rows), -(-rows // tiling.columns)
-        params = _WideParams(
-            w_map, x_map, y + 2 * first * n, scale, bias, rows, n, k_units, n_tiles, m_tiles, tiling.split
-        )
-        tiles = n_tiles * m_tiles
-        grid = (tiles * tiling.split if tiling.split > 1 else min(tiles, where.processors), 1)
-        result.append(wgmma.launch(grid, tiling.shared, stream, params, tiling.split))
-    return tuple(result)
+    x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, tiling.columns // tiling.share, 1), True)
+    n_tiles, m_tiles = -(-n // (tiling.share * tiling.rows)), -(-m // tiling.columns)
+    params = _WideParams(w_map, x_map, y, scale, bias, m, n, k_units, n_tiles, m_tiles, tiling.split, tiling.share)
+    cluster, tiles = tiling.split * tiling.share, n_tiles * m_tiles
+    clusters = tiles if tiling.split > 1 else min(tiles, device(index).processors // cluster)
+    kernel = _kernel_of(tiling, dtype, index)
+    return kernel.launch((clusters * cluster, 1), tiling.shared, stream, params, cluster)
 
 
 def _weight_map(weight: int, blocks: int, k_units: int, box: tuple[int, int]) -> TensorMap:
@@ -331,7 +330,7 @@ def _scratch(
 ) -> None:
     k, where = x.shape[1], device(x.device.index)
     k_units = weight.shape[1]
-    (kernel,) = _kernels(None, x.dtype, where.index)
+    kernel = _kernel_of(None, x.dtype, where.index)
     values = where.scratch.view(x.dtype)
     step = (values.numel() // k - ROWS) // GRAIN * GRAIN
     start = 0
@@ -348,7 +347,8 @@ def _scratch(
                 kernel.launch(grid, 0, torch.cuda.current_stream(x.device).cuda_stream, params)()
                 rows = copy[first - block * ROWS : last - block * ROWS]
                 out = y[:, first:last]
-                # The scale is applied to the float32 sums: one rounding, and no overflow before it.
+                # The scale is applied to the float32 sums: no overflow, no rounding before it. A bias may find them
+                # rounded: some of cuBLAS's kernels add it after that.
                 if bias is not None:
                     out.copy_(bias[first:last].expand_as(out))
                 torch.addmm(out, x, rows.T, beta=0 if bias is None else 1, alpha=128.0 * scale, out=out)

@@ -7,6 +7,7 @@ typedef unsigned short u16;
 #define BULK (__CUDA_ARCH__ >= 900)
 #endif
 #define UNIT 1152
+#define PIECE(g, t) (((g) * 4 + ((t) ^ ((g) >> 1 & 3))) * 16) // in a step: the codes of rows g and g + 8, k 16 t up
 #define CONTROL 1024 // bytes of shared memory for barriers, which keeps what follows aligned for the swizzle
 #if HALF
 #define TYPES "f16.f16"
@@ -30,8 +31,23 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   return d;
 }
 
-// Four pairs out of a word, times scale * 2^-7, exactly: six significant bits, no exponent out of range.
-__device__ __forceinline__ void dequantize(u32 q, u32 s0, u32 s1, u32 *w) {
+// A half of a register as both halves: costs nothing, the multiplication names the half.
+__device__ __forceinline__ u32 low2(u32 v) {
+  u32 d;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(d) : "r"(v));
+  return d;
+}
+
+__device__ __forceinline__ u32 high2(u32 v) {
+  u32 d;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(d) : "r"(v));
+  return d;
+}
+
+// The A fragment of a product out of a word and the scales of its two rows, times 2^-7, exactly: six significant bits,
+// no exponent out of range.
+__device__ __forceinline__ void dequantize(u32 q, u32 scales, u32 *w) {
+  const u32 s0 = low2(scales), s1 = high2(scales);
 #if HALF
   w[0] = mul2((q << 6) & 0x8E008E00u, s0);
   w[1] = mul2((q << 9) & 0x8E008E00u, s1);

@@ -1,18 +1,21 @@
 // NVFP4 weight-only GEMM for small M: Y[M, N] = round(X[M, K] (e2m1 * e4m3)^T * scale[N] + bias[N]), float32 sums.
 //
 // Weights are the A operand of mma.m16n8k16, dequantised in registers; X is the B operand, from shared memory.
-// A unit holds 16 rows x 128 k in 1152 bytes: two steps of 64 k x 32 lanes x 16 bytes of codes, then 32 lanes x 4
-// bytes of scales. In a step lane 4 g + t owns rows g and g + 8 and the 16 k of block t, which share a scale: so one
-// 16-byte load and two scale bytes feed four mma, and the k of an mma are a permutation that X follows. Word i of the
-// 16 bytes has, of k = 4 i .. 4 i + 3, the pairs (row g, k 0 1), (g + 8, k 0 1), (g, k 2 3), (g + 8, k 2 3), every
-// code's bits spread so that most pairs cost one shift and one mask (w4a16_layout.py has the positions).
+// A unit holds 16 rows x 128 k in 1152 bytes: two steps of 64 k x 32 pieces of 16 bytes of codes, then 32 times 4 bytes
+// of scales. In a step piece (g, t), read by lane 4 g + t, has rows g and g + 8 of the 16 k of block t, which share a
+// scale: so one 16-byte load and two scale bytes feed four mma, and the k of an mma are a permutation that X follows.
+// Word i of the 16 bytes has the pairs (row g, k 2 i, 2 i + 1), (g + 8, the same), (g, k 2 i + 8, 2 i + 9), (g + 8, the
+// same), every code's bits spread so that most pairs cost one shift and one mask (w4a16_layout.py has the positions).
 //
 // A block owns tiles of ROWS = 16 RB WN rows, for COLS rows of X (blockIdx.y says which). Its WK warps along K take
 // units in turn and add their sums at the end of a tile, in order; its WN warps along N share X. On compute capability
-// 9.0 up another warp copies, elsewhere all warps do. Work is numbered tile by tile in stages of STAGE_UNITS units.
+// 9.0 up another warp copies, elsewhere all warps do. Work is numbered tile by tile in stages of STAGE_UNITS units, and
+// cut into as many ranges as there are blocks, at multiples of `granule` stages: where CUT lets that be less than a tile,
+// the block that has a tile's first stages adds what the blocks with later ranges leave in `partial`, in order. Those
+// have lower numbers, so it never waits for a block that may not have started.
 //
 // Macros: HALF (fp16, else bf16), NB (8 NB rows of X at most), RB, WN, WK, U (units of a warp in a stage), STAGES,
-// MINB (blocks per multiprocessor).
+// MINB (blocks per multiprocessor), CUT.
 #define ROWS (16 * RB * WN)
 #define COLS (8 * NB)
 #define CONSUMERS (32 * WN * WK)
@@ -42,7 +45,9 @@ struct Params {
   int m, n, k, k_units;
   int row_blocks; // ceil(N / 16)
   int stages;     // per tile: ceil(k_units / STAGE_UNITS)
-  int tiles;
+  int tiles, granule; // `stages`, or with CUT 1
+  float *partial;     // [blocks][COLS * ROWS]
+  int *ready;         // [blocks], zero before and after
 };
 
 __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
@@ -52,6 +57,19 @@ __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
 }
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+// What the block's threads wrote before their last barrier becomes visible to whoever takes the flag.
+__device__ __forceinline__ void give(int *ready) {
+  __threadfence();
+  asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(ready), "r"(1) : "memory");
+}
+
+__device__ __forceinline__ void take(int *ready) {
+  int v;
+  do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(ready) : "memory");
+  while (v == 0);
+  *ready = 0;
+}
 
 struct Place { // of a stage in the work of a block
   int tile, stage;
@@ -66,8 +84,9 @@ struct Place { // of a stage in the work of a block
 extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = (u32)__cvta_generic_to_shared(smem), ring = base + CONTROL;
-  const int first = (int)((long long)blockIdx.x * p.tiles / gridDim.x);
-  const int count = ((int)((long long)(blockIdx.x + 1) * p.tiles / gridDim.x) - first) * p.stages;
+  auto begin = [&](int range) { return (int)((long long)range * (p.tiles * p.stages / p.granule) / gridDim.x) * p.granule; };
+  const int range = gridDim.x - 1 - blockIdx.x, from_stage = begin(range), count = begin(range + 1) - from_stage;
+  const Place start = {from_stage / p.stages, from_stage % p.stages};
   const int m = min(p.m - (int)blockIdx.y * COLS, COLS);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int wk = warp % WK, wn = warp / WK;
@@ -87,7 +106,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
 
   if (warp == WN * WK) { // the producer; the weights, which no kernel writes, need not wait for the previous one
     if (lane == 0) {
-      const Place start = {first, 0};
       Place at = start;
       auto load_w = [&](int j) {
         const int s = j % STAGES;
@@ -114,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
   wait_for_previous_kernel();
 #else
   const u16 *const x = p.x + (long long)blockIdx.y * COLS * p.x_stride;
-  Place issued = {first, 0};
+  Place issued = start;
   auto issue = [&](int j) {
     if (j < count) {
       const u32 to = ring + j % STAGES * STAGE;
@@ -146,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
   const int x_line = NB == 1 ? min(g, m - 1) : g;
   const int x_lane = x_line * 128 + ((2 * t) ^ x_line) * 16;
 
-  Place at = {first, 0};
+  Place at = start;
   int buffer = 0;
   for (int j = 0; j < count; ++j) {
     const int s = j % STAGES;
@@ -163,37 +181,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
       const int local = u * WK + wk;
       if (at.stage * STAGE_UNITS + local >= p.k_units) break;
       const char *const unit = from + STAGE_X + (wn * RB * STAGE_UNITS + local) * UNIT;
-      const char *const x_unit = from + local * (2 * COLS * 128) + x_lane;
-      const char *const x_unit_next = from + local * (2 * COLS * 128) + (x_lane ^ 16);
+      const char *const x_unit = from + local * (2 * COLS * 128);
       u32 bytes[RB];
 #pragma unroll
       for (int r = 0; r < RB; ++r) bytes[r] = *(const u32 *)(unit + r * (STAGE_UNITS * UNIT) + 1024 + lane * 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint4 q[RB];
-        u32 s0[RB], s1[RB];
+        uint4 xv[NB][2]; // k 0..7 and 8..15 of block t
+#pragma unroll
+        for (int b = 0; b < NB; ++b)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) xv[b][i] = *(const uint4 *)(x_unit + half * (COLS * 128) + b * 1024 + (x_lane ^ i * 16));
 #pragma unroll
         for (int r = 0; r < RB; ++r) {
-          q[r] = *(const uint4 *)(unit + r * (STAGE_UNITS * UNIT) + half * 512 + lane * 16);
-          const u32 pair = decode_scales(bytes[r], half);
-          s0[r] = __byte_perm(pair, pair, 0x1010);
-          s1[r] = __byte_perm(pair, pair, 0x3232);
-        }
+          const uint4 q = *(const uint4 *)(unit + r * (STAGE_UNITS * UNIT) + half * 512 + PIECE(g, t));
+          const u32 scales = decode_scales(bytes[r], half);
+          const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          uint4 xv[NB];
+          for (int i = 0; i < 4; i += 2) { // two words make two fragments whose k are neighbours in X's registers
+            u32 v[4], w[4];
+            dequantize(words[i], scales, v);
+            dequantize(words[i + 1], scales, w);
+            const u32 lower[4] = {v[0], v[1], w[0], w[1]}, upper[4] = {v[2], v[3], w[2], w[3]};
 #pragma unroll
-          for (int b = 0; b < NB; ++b)
-            xv[b] = *(const uint4 *)((eight ? x_unit_next : x_unit) + half * (COLS * 128) + b * 1024);
-#pragma unroll
-          for (int r = 0; r < RB; ++r) {
-            u32 w[4];
-            dequantize(eight ? q[r].z : q[r].x, s0[r], s1[r], w);
-#pragma unroll
-            for (int b = 0; b < NB; ++b) mma(acc[r][b], w, xv[b].x, xv[b].y);
-            dequantize(eight ? q[r].w : q[r].y, s0[r], s1[r], w);
-#pragma unroll
-            for (int b = 0; b < NB; ++b) mma(acc[r][b], w, xv[b].z, xv[b].w);
+            for (int b = 0; b < NB; ++b) {
+              mma(acc[r][b], lower, i ? xv[b][0].z : xv[b][0].x, i ? xv[b][0].w : xv[b][0].y);
+              mma(acc[r][b], upper, i ? xv[b][1].z : xv[b][1].x, i ? xv[b][1].w : xv[b][1].y);
+            }
           }
         }
       }
@@ -204,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
 #endif
     const int tile = at.tile;
     at.advance(p.stages);
-    if (at.tile == tile) continue;
+    const bool whole = at.tile != tile; // up to the tile's end
+    if (!whole && j + 1 < count) continue;
 
     float *const mine = red + buffer * RED;
 #pragma unroll
@@ -217,11 +232,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
           if (b * 8 < m) mine[(wk * COLS + column) * RED_PITCH + row] = acc[r][b][i];
           acc[r][b][i] = 0.f;
         }
+    const bool later = CUT && tile == start.tile && start.stage > 0; // another block has the tile's first stages
+    int end = range + 1;
+    if (CUT && !whole && !later)
+      for (; begin(end) < (tile + 1) * p.stages; ++end)
+        if (tid == 0) take(p.ready + end);
     consumers_sync();
     for (int e = tid; e < m * ROWS; e += CONSUMERS) {
       float v = 0.f;
 #pragma unroll
       for (int i = 0; i < WK; ++i) v += mine[(i * COLS + e / ROWS) * RED_PITCH + e % ROWS];
+      if (later) {
+        __stcg(p.partial + range * (COLS * ROWS) + e, v);
+        continue;
+      }
+      for (int r = range + 1; r < end; ++r) v += __ldcg(p.partial + r * (COLS * ROWS) + e);
       const int n = tile * ROWS + e % ROWS;
       if (n < p.n) {
         v = v * 128.f * p.scale[n];
@@ -229,10 +254,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
         p.y[((long long)blockIdx.y * COLS + e / ROWS) * p.n + n] = to_output(v);
       }
     }
-    if (RED_BUFFERS == 1)
-      consumers_sync();
-    else
-      buffer ^= 1;
+    if (RED_BUFFERS == 1 || later) consumers_sync();
+    if (later && tid == 0) give(p.ready + range);
+    buffer ^= RED_BUFFERS - 1;
   }
 #if !BULK
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang.kernels.w4a16_layout import COLUMNS, ROWS, UNIT
 
-SCRATCH_BYTES = 64 << 20  # of a device: x in the order that wgmma takes, or dequantised weights
+SCRATCH_BYTES = 64 << 20  # of a device: dequantised weights, or sums of blocks that share a tile
 CONTROL = 1024  # bytes of shared memory for barriers
 _RESERVED = 1024  # bytes that the system takes of each block's
 _SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # a block's, else 99
@@ -35,6 +35,7 @@ class SmallTiling:
         u: units of 128 k that a warp takes in a stage.
         stages: depth of the pipeline.
         blocks: per multiprocessor.
+        cut: blocks get equal shares of all stages, also where that divides a tile, rather than whole tiles.
         stage_us, call_us: the model's time of a stage and of a call besides; tiles follow each other without a gap.
     """
 
@@ -45,8 +46,9 @@ class SmallTiling:
     u: int
     stages: int
     blocks: int
-    stage_us: float = 1.0
-    call_us: float = 2.0
+    stage_us: float = field(compare=False, default=1.0)
+    call_us: float = field(compare=False, default=2.0)
+    cut: bool = False
 
     @property
     def rows(self) -> int:
@@ -72,7 +74,7 @@ class SmallTiling:
         """Macros for the compiler."""
         return _macros(
             HALF=int(dtype == torch.float16), NB=self.nb, RB=self.rb, WN=self.wn, WK=self.wk, U=self.u,
-            STAGES=self.stages, MINB=self.blocks,
+            STAGES=self.stages, MINB=self.blocks, CUT=int(self.cut),
         )  # fmt: skip
 
     def fits(self, capability: tuple[int, int]) -> bool:
@@ -83,25 +85,32 @@ class SmallTiling:
         return -(-n // self.rows)
 
     def microseconds(self, m: int, n: int, k: int, processors: int) -> float:
-        waves = -(-self.tiles(n) // (self.blocks * processors))
-        stages = -(-k // (COLUMNS * self.stage_units))
-        return (waves * stages * self.stage_us + self.call_us) * -(-m // (8 * self.nb))
+        stages, blocks = -(-k // (COLUMNS * self.stage_units)), self.blocks * processors
+        longest = -(-self.tiles(n) * stages // blocks) if self.cut else -(-self.tiles(n) // blocks) * stages
+        return (longest * self.stage_us + self.call_us) * -(-m // (8 * self.nb))
 
     def __str__(self) -> str:
-        return f"b{self.nb}r{self.rb}n{self.wn}k{self.wk}u{self.u}s{self.stages}p{self.blocks}"
+        return f"b{self.nb}r{self.rb}n{self.wn}k{self.wk}u{self.u}s{self.stages}p{self.blocks}" + "c" * self.cut
 
 
 @dataclass(frozen=True)
 class WideTiling:
-    """``w4a16_wgmma.cu``: blocks of ``columns`` rows of x and ``groups`` warpgroups with 64 ``mt`` weight rows each;
-    ``split`` blocks share K. ``unit_us``, ``tile_us``: the model's time of 128 k and of what a tile costs besides."""
+    """``w4a16_wgmma.cu``: blocks of ``columns`` rows of x and ``groups`` warpgroups with 64 ``mt`` weight rows each.
+
+    Attributes:
+        unit_us, tile_us, call_us: the model's time of 128 k, and of what a tile and a call cost besides.
+        split: blocks of a cluster that share K.
+        share: blocks of a cluster that share rows of x, 1 or 2; one of the two is 1.
+    """
 
     columns: int
     groups: int
     mt: int
-    unit_us: float = 1.0
-    tile_us: float = 8.0
+    unit_us: float = field(compare=False, default=1.0)
+    tile_us: float = field(compare=False, default=5.0)
+    call_us: float = field(compare=False, default=2.0)
     split: int = 1
+    share: int = 1
 
     @property
     def rows(self) -> int:
@@ -120,102 +129,96 @@ class WideTiling:
         return min(240, (launched - 128 * copying) // (128 * self.groups) // 8 * 8), copying
 
     @property
-    def stage(self) -> int:
-        """Bytes of a pipeline stage."""
-        return self.columns * 2 * COLUMNS + -(-self.rows // ROWS * UNIT // 1024) * 1024
+    def stages(self) -> tuple[int, int]:
+        """Depth of the pipelines of x, in stages of 64 k, and of the weights, in units."""
+        x, w = self.columns * COLUMNS, self.rows // ROWS * UNIT
+        fits = [n for n in range(2, 17) if CONTROL + n * x + -(-n // 2) * w + self.patches <= shared_limit((9, 0))]
+        return fits[-1], -(-fits[-1] // 2)
 
     @property
-    def stages(self) -> int:
-        return min(8, (shared_limit((9, 0)) - CONTROL) // self.stage)
+    def patches(self) -> int:
+        """Bytes of shared memory through which results pass."""
+        return 512 * 4 * self.groups
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return CONTROL + self.stages * self.stage
+        x, w = self.stages
+        return CONTROL + x * self.columns * COLUMNS + w * (self.rows // ROWS) * UNIT + self.patches
 
     def options(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Macros for the compiler."""
         registers, copying = self.registers
         return _macros(
-            HALF=int(dtype == torch.float16), COLS=self.columns, WG=self.groups, MT=self.mt, STAGES=self.stages,
-            REGISTERS=registers, COPY_REGISTERS=copying,
+            HALF=int(dtype == torch.float16), COLS=self.columns, WG=self.groups, MT=self.mt, X_STAGES=self.stages[0],
+            W_STAGES=self.stages[1], REGISTERS=registers, COPY_REGISTERS=copying,
         )  # fmt: skip
 
     def tiles(self, m: int, n: int) -> int:
-        return -(-n // self.rows) * -(-m // self.columns)
-
-    def pieces(self, m: int, n: int, k: int, processors: int) -> tuple[int, int]:
-        """How many rows of x to take at a time, and how often all multiprocessors then take a tile: rows fit the
-        scratch, and as few multiprocessors as may be are left without a tile."""
-        most = max(1, SCRATCH_BYTES // (2 * k) // self.columns)
-        best = (0, 0)
-        for columns in range(1, min(most, -(-m // self.columns)) + 1):
-            rows = columns * self.columns
-            whole, rest = divmod(m, rows)
-            waves = whole * -(-self.tiles(rows, n) // processors) + -(-self.tiles(rest, n) // processors)
-            if not best[1] or waves <= best[1]:
-                best = (rows, waves)
-        return best
+        """Of a cluster that shares x, or of a block."""
+        return -(-n // (self.share * self.rows)) * -(-m // self.columns)
 
     def microseconds(self, m: int, n: int, k: int, processors: int) -> float:
-        waves = 1 if self.split > 1 else self.pieces(m, n, k, processors)[1]
-        return waves * (k / COLUMNS / self.split * self.unit_us + self.tile_us)
+        waves = 1 if self.split > 1 else -(-self.tiles(m, n) // (processors // self.share))
+        return self.call_us + waves * (k / COLUMNS / self.split * self.unit_us + self.tile_us)
 
     def __str__(self) -> str:
-        return f"c{self.columns}g{self.groups}m{self.mt}x{self.split}"
+        return f"c{self.columns}g{self.groups}m{self.mt}x{self.split}s{self.share}"
 
 
 # Constants fitted to an H200 (benchmark/results/h200_w4a16.json); other GPUs order the choices much alike.
 SMALL = (  # nb rb wn wk u stages blocks, microseconds
-    SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.724, 2.659),
-    SmallTiling(1, 2, 1, 8, 1, 2, 2, 1.374, 1.008),
-    SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.290, 1.400),
-    SmallTiling(1, 4, 2, 4, 1, 2, 2, 2.207, 3.774),
-    SmallTiling(2, 2, 1, 8, 1, 3, 1, 0.817, 3.256),
-    SmallTiling(2, 2, 2, 8, 1, 2, 1, 1.540, 1.423),
-    SmallTiling(2, 4, 2, 2, 1, 3, 2, 0.824, 3.924),
-    SmallTiling(4, 1, 2, 8, 1, 2, 1, 1.207, 2.615),
-    SmallTiling(4, 1, 4, 4, 1, 3, 1, 1.039, 2.558),
-    SmallTiling(4, 4, 4, 2, 1, 3, 1, 1.558, 5.591),
+    SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.736, 2.782),
+    SmallTiling(1, 2, 1, 8, 1, 2, 2, 1.358, 0.900),
+    SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.331, 1.352),
+    SmallTiling(1, 4, 2, 4, 1, 2, 2, 2.242, 4.461),
+    SmallTiling(1, 4, 2, 8, 1, 2, 1, 2.284, 9.130, cut=True),
+    SmallTiling(2, 2, 1, 8, 1, 3, 1, 0.867, 3.198),
+    SmallTiling(2, 2, 2, 8, 1, 2, 1, 1.602, 1.675),
+    SmallTiling(2, 2, 4, 2, 1, 3, 2, 1.358, 5.050),
+    SmallTiling(4, 1, 2, 8, 1, 2, 1, 1.251, 2.959),
+    SmallTiling(4, 1, 4, 4, 1, 3, 1, 1.150, 2.300),
+    SmallTiling(4, 2, 4, 2, 1, 4, 1, 0.969, 7.600),
+)  # fmt: skip
+# For other devices, whose blocks may have no more than 99 KB of shared memory and which have no wgmma; not measured.
+SMALL_ELSEWHERE = (
     SmallTiling(8, 2, 2, 2, 1, 3, 1, 0.848, 3.870),
-    SmallTiling(8, 2, 4, 2, 1, 3, 1, 1.334, 4.502),
-    SmallTiling(8, 2, 8, 1, 1, 3, 1, 1.273, 8.005),
-    # For devices whose blocks have 99 KB of shared memory; not measured, so last.
     SmallTiling(1, 2, 2, 4, 1, 2, 1, 2.0, 4.0),
     SmallTiling(2, 2, 2, 2, 1, 2, 1, 2.0, 5.0),
     SmallTiling(4, 2, 2, 2, 1, 2, 1, 2.0, 5.0),
     SmallTiling(8, 2, 4, 1, 1, 2, 1, 2.0, 8.0),
 )  # fmt: skip
 WIDE = (  # columns groups mt, microseconds
-    WideTiling(64, 2, 1, 0.449, 4.232),
-    WideTiling(64, 3, 1, 0.624, 6.289),
-    WideTiling(64, 2, 2, 0.764, 8.941),
-    WideTiling(64, 4, 2, 1.573, 12.320),
-    WideTiling(128, 2, 1, 0.651, 6.029),
-    WideTiling(128, 3, 1, 0.878, 8.355),
-    WideTiling(128, 2, 2, 1.143, 12.271),
+    WideTiling(64, 2, 1, 0.568, 2.763),
+    WideTiling(64, 3, 1, 0.786, 4.089),
+    WideTiling(64, 4, 1, 0.959, 5.012),
+    WideTiling(128, 2, 1, 0.761, 3.698),
+    WideTiling(128, 3, 1, 1.005, 5.937),
+    WideTiling(128, 2, 2, 1.332, 6.843),
+    WideTiling(256, 2, 1, 1.280, 4.700),
+    WideTiling(256, 2, 1, 1.261, 4.700, 3.5, share=2),
 )
 # Dequantising, then cuBLAS: microseconds of a call, of a weight and of a multiplication.
 SCRATCH_US = (5.0, 1.5e-6, 2.6e-9)
 MAX_SMALL_M = 64  # above, a call of `SMALL` reads the weights more than once
-MIN_WIDE_M = 33
+MIN_WIDE_M = 17
 MAX_SPLIT = 8
 MAX_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 31, 5: 24, 6: 20, 7: 16, 8: 14}  # of blocks that fill a multiprocessor; H200
 
 
-def small_tilings(m: int, capability: tuple[int, int]) -> tuple[SmallTiling, ...]:
-    """Those for ``m`` rows that fit the device."""
-    nb = next((nb for nb in (1, 2, 4, 8) if 8 * nb >= m), 8)
-    return tuple(tiling for tiling in SMALL if tiling.nb == nb and tiling.fits(capability))
+def small_tilings(capability: tuple[int, int]) -> tuple[SmallTiling, ...]:
+    """Those of the device."""
+    known = SMALL if capability == (9, 0) else SMALL + SMALL_ELSEWHERE
+    return tuple(tiling for tiling in known if tiling.fits(capability))
 
 
 def wide_tilings(m: int, n: int, k: int, max_clusters: Mapping[int, int]) -> tuple[WideTiling, ...]:
     """Those for ``m`` rows, with every split whose blocks all run at once; empty pieces of K are not made."""
     result = []
     for tiling in WIDE:
-        for split in range(1, min(MAX_SPLIT, -(-k // COLUMNS)) + 1):
-            one_piece = m * 2 * k <= SCRATCH_BYTES
-            if split == 1 or (one_piece and tiling.tiles(m, n) <= max_clusters.get(split, 0)):
+        result.append(tiling)
+        for split in range(2, min(MAX_SPLIT, -(-k // COLUMNS)) + 1) if tiling.share == 1 else ():
+            if tiling.tiles(m, n) <= max_clusters.get(split, 0):
                 result.append(replace(tiling, split=split))
     return tuple(result)
 
@@ -228,11 +231,12 @@ def ranked(
 ) -> tuple[Way, ...]:
     """The ways to multiply ``m`` rows of x by a weight [n, k], fastest first by the model; of each wide tiling the
     best split only."""
-    options: Sequence[SmallTiling | WideTiling] = ()
+    options: list[SmallTiling | WideTiling] = []
+    if m <= MAX_SMALL_M:
+        nb = next(nb for nb in (1, 2, 4, 8) if 8 * nb >= m)
+        options += [tiling for tiling in small_tilings(capability) if tiling.nb == nb]
     if m >= MIN_WIDE_M and capability == (9, 0):
-        options = wide_tilings(m, n, k, max_clusters)
-    elif m <= MAX_SMALL_M:
-        options = small_tilings(m, capability)
+        options += wide_tilings(m, n, k, max_clusters)
     timed: list[tuple[float, Way]] = [(tiling.microseconds(m, n, k, processors), tiling) for tiling in options]
     if m > MAX_SMALL_M:
         call, per_weight, per_product = SCRATCH_US

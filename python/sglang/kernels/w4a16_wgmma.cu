@@ -1,62 +1,36 @@
 // NVFP4 weight-only GEMM for larger M on compute capability 9.0: as w4a16_small.cu, with wgmma.
 //
-// Weights are the A operand, dequantised in registers in the same fragments as mma.m16n8k16; X is the B operand, COLS
-// rows of it, read by the tensor cores from shared memory. There the k of a step of 64 must lie in the order of the
-// fragments, so w4a16_permute writes X in that order first.
+// Weights are the A operand, dequantised in registers; X is the B operand, COLS rows of it, read by the tensor cores from
+// shared memory in the order that memory has them. So the k of a product are those of one block of scales, and lane
+// (g, t) takes word t of the pieces (g, 0..3), where w4a16_small.cu takes the piece (g, t).
 //
-// A block is WG warpgroups that multiply, each with MT times 64 weight rows, and one warp that copies. The blocks of a
-// cluster (`split` of them) take a share of K each and add their sums over distributed shared memory, in order.
+// A block is WG warpgroups that multiply, each with MT times 64 weight rows, and one warp that copies. Blocks of a cluster
+// either take a share of K each (`split` of them) and add their sums over distributed shared memory, in order; or two of
+// them (`share`) have neighbouring weight rows and the same rows of X, of which each copies half for both.
 //
-// Macros: HALF, COLS, WG, MT, STAGES (of 128 k), REGISTERS (of a multiplying thread), COPY_REGISTERS.
+// Macros: HALF, COLS, WG, MT, X_STAGES (of 64 k), W_STAGES (of 128 k), REGISTERS (of a multiplying thread), COPY_REGISTERS.
 #define ROWS (64 * WG * MT)
-#define STAGE_X (COLS * 256)
+#define STAGE_X (COLS * 128)
 #define STAGE_W (ROWS / 16 * UNIT)
-#define STAGE (STAGE_X + (STAGE_W + 1023) / 1024 * 1024)
 #define CONSUMERS (128 * WG)
 #define BAND 8
+#define PATCH 512 // bytes of Y that a warp stores at a time: CHUNKS times 16 bytes of PATCH_M rows
+#define CHUNKS (2 * MT)
+#define PATCH_M (32 / CHUNKS)
 
 struct WideParams {
   TensorMap w_map;    // u64 [ceil(N / 16)][k_units][UNIT / 8], box [ROWS / 16][1][UNIT / 8]
-  TensorMap x_map;    // u16 [K / 64][M][64] of permuted X, box [2][COLS][64], 128-byte swizzle
-  u16 *y;             // [M, N]
+  TensorMap x_map;    // u16 [K / 64][M][64], box [1][COLS / share][64], 128-byte swizzle
+  u16 *y;             // [M, N], 16-byte aligned
   const float *scale; // [N]
   const u16 *bias;    // [N] or null
-  int m, n, k_units, n_tiles, m_tiles, split;
+  int m, n, k_units;
+  int n_tiles; // of share * ROWS weight rows
+  int m_tiles, split, share;
 };
-
-struct PermuteParams {
-  const u16 *x; // [M, K], row stride x_stride
-  u16 *out;     // [M, K]
-  long long x_stride;
-  int m, k; // K a multiple of 64
-};
-
-// Fragment order of a step of 64 k: product i takes, as its k 0..15, the pairs (16 t + 4 i) for t = 0..3, then the pairs
-// (16 t + 4 i + 2). A thread writes four pairs.
-extern "C" __global__ void __launch_bounds__(256) w4a16_permute(const __grid_constant__ PermuteParams p) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  wait_for_previous_kernel();
-  const int pieces = p.k / 8;
-  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < (long long)p.m * pieces; i += gridDim.x * 256ll) {
-    const int row = i / pieces, piece = i % pieces;
-    const u16 *const from = p.x + row * p.x_stride + piece / 8 * 64 + (piece & 7) * 2;
-    uint4 v;
-    v.x = *(const u32 *)from;
-    v.y = *(const u32 *)(from + 16);
-    v.z = *(const u32 *)(from + 32);
-    v.w = *(const u32 *)(from + 48);
-    *(uint4 *)(p.out + (long long)row * p.k + piece * 8) = v;
-  }
-}
 
 __device__ __forceinline__ u64 descriptor(u32 address) { // K-major, 128-byte swizzle, 1024 bytes per eight rows
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3FFFF) >> 4;
-}
-
-__device__ __forceinline__ u32 transpose8x8(u32 v) {
-  u32 r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
 }
 
 __device__ __forceinline__ u32 to_output2(float low, float high) {
@@ -76,26 +50,47 @@ __device__ __forceinline__ int2 tile_place(const WideParams &p, int tile) {
   return make_int2(in_band / height, band * BAND + in_band % height);
 }
 
+__device__ __forceinline__ u32 in_block(u32 address, u32 rank) { // of the cluster
+  u32 r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+
+__device__ __forceinline__ void tensor_copy_to_both(u32 to, const TensorMap *map, int c1, int c2, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+               "l"(map), "n"(0), "r"(c1), "r"(c2), "r"(barrier), "h"((u16)3)
+               : "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Orders `a` before the product that follows: were it defined later, the assembler would wait for each product.
+__device__ __forceinline__ void fence_with(u32 *a) {
+  asm volatile("wgmma.fence.sync.aligned;" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(const __grid_constant__ WideParams p) {
   extern __shared__ __align__(1024) char smem[];
-  const u32 base = (u32)__cvta_generic_to_shared(smem), ring = base + CONTROL;
-  const u32 full = base, empty = base + 8 * STAGES;
+  const u32 base = (u32)__cvta_generic_to_shared(smem), x_ring = base + CONTROL, w_ring = x_ring + X_STAGES * STAGE_X;
+  const u32 x_full = base, x_empty = x_full + 8 * X_STAGES, w_full = x_empty + 8 * X_STAGES, w_empty = w_full + 8 * W_STAGES;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-  const int rank = blockIdx.x % p.split, cluster = blockIdx.x / p.split, clusters = gridDim.x / p.split;
+  const int size = p.split * p.share; // of the cluster; one of them is 1
+  const int rank = blockIdx.x % size, cluster = blockIdx.x / size, clusters = gridDim.x / size;
   const int tiles = p.n_tiles * p.m_tiles;
-  const int first = rank * p.k_units / p.split, last = (rank + 1) * p.k_units / p.split;
+  const int first = p.split > 1 ? rank * p.k_units / p.split : 0, last = p.split > 1 ? (rank + 1) * p.k_units / p.split : p.k_units;
   if (tid == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "n"(4 * WG));
+    for (int s = 0; s < X_STAGES + W_STAGES; ++s) {
+      const bool of_x = s < X_STAGES;
+      const u32 filled = of_x ? x_full + 8 * s : w_full + 8 * (s - X_STAGES), freed = filled + 8 * (of_x ? X_STAGES : W_STAGES);
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(filled));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(freed), "r"(of_x ? 4 * WG * p.share : 4 * WG));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  if (p.share > 1) cluster_sync();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (warp >= 4 * WG) {
@@ -104,109 +99,145 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(con
       int j = 0;
       for (int tile = cluster; tile < tiles; tile += clusters) {
         const int2 where = tile_place(p, tile);
-        const int n_tile = where.x, m_tile = where.y;
+        const int n_tile = p.share > 1 ? where.x * 2 + rank : where.x, m_tile = where.y;
         for (int unit = first; unit < last; ++unit, ++j) {
-          const int s = j % STAGES;
-          if (j >= STAGES) barrier_wait(empty + 8 * s, (j / STAGES & 1) ^ 1);
-          expect(full + 8 * s, STAGE_X + STAGE_W);
-          tensor_copy(ring + s * STAGE + STAGE_X, &p.w_map, unit, n_tile * (ROWS / 16), full + 8 * s);
+          const int ws = j % W_STAGES;
+          if (j >= W_STAGES) barrier_wait(w_empty + 8 * ws, (j / W_STAGES & 1) ^ 1);
+          expect(w_full + 8 * ws, STAGE_W);
+          tensor_copy(w_ring + ws * STAGE_W, &p.w_map, unit, n_tile * (ROWS / 16), w_full + 8 * ws);
           if (j == 0) wait_for_previous_kernel();
-          tensor_copy(ring + s * STAGE, &p.x_map, m_tile * COLS, unit * 2, full + 8 * s);
+          for (int jx = 2 * j; jx < 2 * j + 2; ++jx) {
+            const int s = jx % X_STAGES, step = 2 * unit + (jx & 1);
+            const u32 to = x_ring + s * STAGE_X, filled = x_full + 8 * s;
+            if (jx >= X_STAGES) barrier_wait(x_empty + 8 * s, (jx / X_STAGES & 1) ^ 1);
+            expect(filled, STAGE_X);
+            if (p.share > 1)
+              tensor_copy_to_both(to + rank * (STAGE_X / 2), &p.x_map, m_tile * COLS + rank * (COLS / 2), step, filled);
+            else
+              tensor_copy(to, &p.x_map, m_tile * COLS, step, filled);
+          }
         }
       }
     }
-    if (p.split > 1) {
-      __syncwarp();
-      cluster_sync();
-      cluster_sync();
-    }
+    __syncwarp();
+    if (p.split > 1) cluster_sync();
+    if (size > 1) cluster_sync();
     return;
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   wait_for_previous_kernel();
-  const int block = (warp >> 2) * (4 * MT) + (warp & 3); // of 16 rows; its next ones are four further
+  // Without a branch, for which the assembler would wait for products.
+  auto release = [&](u32 barrier, bool any) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier), "r"((u32)any) : "memory");
+  };
+  const u32 x_empty_there = in_block(x_empty, p.share > 1 ? lane & 1 : rank), w_empty_there = in_block(w_empty, rank);
+  const int block = warp * MT; // of 16 rows; the next MT are the warp's
+  int pieces[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) pieces[c] = block * UNIT + PIECE(g, c) + t * 4;
   int j = 0;
   for (int tile = cluster; tile < tiles; tile += clusters) {
     const int2 where = tile_place(p, tile);
-    const int n_tile = where.x, m_tile = where.y;
+    const int n_tile = p.share > 1 ? where.x * 2 + rank : where.x, m_tile = where.y;
     float acc[MT][COLS / 2];
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
       for (int c = 0; c < COLS / 2; ++c) acc[i][c] = 0.f;
-    u32 a[2][16]; // one is filled while the tensor cores read the other
+    u32 a[4][4]; // a product reads its fragment of weights while the next ones are made
     for (int unit = first; unit < last; ++unit, ++j) {
-      const int s = j % STAGES;
-      barrier_wait(full + 8 * s, j / STAGES & 1);
-      const char *const w = smem + CONTROL + s * STAGE + STAGE_X + block * UNIT;
-      const u64 x = descriptor(ring + s * STAGE);
-      u32 bytes[MT];
-      uint4 codes[2][MT];
+      barrier_wait(w_full + 8 * (j % W_STAGES), j / W_STAGES & 1);
+      const char *const w = smem + CONTROL + X_STAGES * STAGE_X + j % W_STAGES * STAGE_W;
+      u64 x = 0;
+      uint4 bytes[MT]; // scales of the four blocks of either step
+      u32 codes[2][4]; // of a group of products and of the next
 #pragma unroll
-      for (int i = 0; i < MT; ++i) {
-        bytes[i] = *(const u32 *)(w + i * (4 * UNIT) + 1024 + lane * 4);
+      for (int i = 0; i < MT; ++i) bytes[i] = *(const uint4 *)(w + (block + i) * UNIT + 1024 + g * 16);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) codes[half][i] = *(const uint4 *)(w + i * (4 * UNIT) + half * 512 + lane * 16);
-      }
+      for (int c = 0; c < 4; ++c) codes[0][c] = *(const u32 *)(w + pieces[c]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int group = 0; group < 2 * MT; ++group) {
+        const int half = group / MT, i = group % MT, next = group + 1;
+        if (next < 2 * MT)
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          u32 *const now = a[(half * MT + i) & 1];
-          const uint4 q = codes[half][i];
-          const u32 pair = decode_scales(bytes[i], half), s0 = __byte_perm(pair, pair, 0x1010), s1 = __byte_perm(pair, pair, 0x3232);
-          dequantize(q.x, s0, s1, now);
-          dequantize(q.y, s0, s1, now + 4);
-          dequantize(q.z, s0, s1, now + 8);
-          dequantize(q.w, s0, s1, now + 12);
-          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-          for (int c = 0; c < 4; ++c) wgmma(acc[i], now + 4 * c, x + (half * COLS * 128 + c * 32) / 16);
-          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (half == 0 && i == 0 && unit > first && lane == 0)
-            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * ((j - 1) % STAGES)) : "memory");
+          for (int c = 0; c < 4; ++c) codes[next & 1][c] = *(const u32 *)(w + pieces[c] + next % MT * UNIT + next / MT * 512);
+        if (i == 0) {
+          const int jx = 2 * j + half;
+          barrier_wait(x_full + 8 * (jx % X_STAGES), jx / X_STAGES & 1);
+          x = descriptor(x_ring + jx % X_STAGES * STAGE_X);
         }
+        const u32 scales[4] = {bytes[i].x, bytes[i].y, bytes[i].z, bytes[i].w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          dequantize(codes[group & 1][c], decode_scales(scales[c], half), a[c]);
+          fence_with(a[c]);
+          wgmma(acc[i], a[c], x + c * 2);
+          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          asm volatile("wgmma.wait_group.sync.aligned 3;" ::: "memory"); // the one that reads the next fragment's registers is done
+          if (i == 0 && c == 2) release(x_empty_there + 8 * ((2 * j + half - 1) % X_STAGES), (half || unit > first) && lane < p.share);
+        }
+      }
+      release(w_empty_there + 8 * (j % W_STAGES), lane == 0);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (lane == 0 && last > first) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * ((j - 1) % STAGES)) : "memory");
+    release(x_empty_there + 8 * ((2 * j - 1) % X_STAGES), last > first && lane < p.share);
 
-    // Rows g and g + 8 of a block times columns 8 c + 2 t, + 1.
+    // A lane has rows g and g + 8 of a block times columns 8 c + 2 t, + 1. Patches pass through shared memory, so that a
+    // store takes 16 bytes of a row of Y.
+    const int n_warp = n_tile * ROWS + block * 16;
     float scale[MT][2], bias[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int n = n_tile * ROWS + (block + 4 * i) * 16 + g + 8 * h;
+        const int n = n_warp + i * 16 + g + 8 * h;
         scale[i][h] = n < p.n ? p.scale[n] : 0.f;
         bias[i][h] = p.bias && n < p.n ? from_input(p.bias[n]) : 0.f;
       }
-    auto emit = [&](int i, int c, float v0, float v1, float v2, float v3) {
-      const int n0 = n_tile * ROWS + (block + 4 * i) * 16;
-      const u32 low = to_output2(v0 * 128.f * scale[i][0] + bias[i][0], v1 * 128.f * scale[i][0] + bias[i][0]);
-      const u32 high = to_output2(v2 * 128.f * scale[i][1] + bias[i][1], v3 * 128.f * scale[i][1] + bias[i][1]);
-      const u32 out[2] = {transpose8x8(low), transpose8x8(high)}; // row 8 c + g of Y, columns n0 + 2 t and n0 + 8 + 2 t
-      const int row = m_tile * COLS + 8 * c + g;
-      if (row < p.m) {
-        u16 *const y = p.y + (long long)row * p.n + n0 + 2 * t;
+    const u32 at = w_ring + W_STAGES * STAGE_W + warp * PATCH;
+    auto place = [](int row, int chunk) { return (row * CHUNKS + (chunk ^ (row * CHUNKS / 8 & (CHUNKS - 1)))) * 16; };
+    auto emit = [&](int patch, const float (*v)[4]) { // v: of each 8 rows of X in turn, then of each block
+      u32 out[4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int n = n0 + 8 * h + 2 * t;
-          if (n + 1 < p.n && (p.n & 1) == 0)
-            *(u32 *)(y + 8 * h) = out[h];
-          else {
-            if (n < p.n) y[8 * h] = (u16)out[h];
-            if (n + 1 < p.n) y[8 * h + 1] = (u16)(out[h] >> 16);
-          }
+      for (int q = 0; q < 4; ++q) {
+        const int i = q / 2 % MT, h = q & 1;
+        const float *const from = v[q / 2] + 2 * h;
+        out[q] = to_output2(from[0] * 128.f * scale[i][h] + bias[i][h], from[1] * 128.f * scale[i][h] + bias[i][h]);
+      }
+      const int q = lane >> 3;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + place(q / CHUNKS * 8 + (lane & 7), q % CHUNKS)),
+                   "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
+                   : "memory");
+      __syncwarp();
+      const int chunk = lane % CHUNKS, row = m_tile * COLS + patch * PATCH_M + lane / CHUNKS, n = n_warp + chunk * 8;
+      uint4 piece;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "r"(at + place(lane / CHUNKS, chunk)) : "memory");
+      __syncwarp();
+      if (row < p.m && n < p.n) {
+        u16 *const y = p.y + (long long)row * p.n + n;
+        if (p.n % 8 == 0)
+          *(uint4 *)y = piece;
+        else {
+          const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+          for (int e = 0; e < 8; ++e)
+            if (n + e < p.n) y[e] = (u16)(words[e / 2] >> (e & 1) * 16);
         }
       }
     };
+    // The two sets of four sums that a patch has: (i, c) = (0, patch), (1, patch) or (0, 2 patch), (0, 2 patch + 1).
+    auto index = [](int patch, int which) { return MT == 2 ? which * (COLS / 2) + 4 * patch : 4 * (2 * patch + which); };
     if (p.split == 1) {
 #pragma unroll
-      for (int i = 0; i < MT; ++i)
+      for (int patch = 0; patch < COLS / PATCH_M; ++patch) {
+        float v[2][4];
 #pragma unroll
-        for (int c = 0; c < COLS / 8; ++c) emit(i, c, acc[i][4 * c], acc[i][4 * c + 1], acc[i][4 * c + 2], acc[i][4 * c + 3]);
+        for (int which = 0; which < 2; ++which)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) v[which][e] = acc[index(patch, which) / (COLS / 2)][index(patch, which) % (COLS / 2) + e];
+        emit(patch, v);
+      }
     } else { // one tile per cluster, so the ring is free
       asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
       float *const mine = (float *)(smem + CONTROL) + tid;
@@ -215,23 +246,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(con
 #pragma unroll
         for (int c = 0; c < COLS / 2; ++c) mine[(i * (COLS / 2) + c) * CONSUMERS] = acc[i][c];
       cluster_sync();
-      const int from = rank * (COLS / 8) / p.split, to = (rank + 1) * (COLS / 8) / p.split;
+      const int patches_in_all = COLS / PATCH_M;
+#pragma unroll 1
+      for (int patch = rank * patches_in_all / p.split; patch < (rank + 1) * patches_in_all / p.split; ++patch) {
+        float v[2][4] = {};
+#pragma unroll 1
+        for (int r = 0; r < p.split; ++r)
 #pragma unroll
-      for (int i = 0; i < MT; ++i)
-        for (int c = from; c < to; ++c) {
-          float v[4] = {0.f, 0.f, 0.f, 0.f};
-          for (int r = 0; r < p.split; ++r)
+          for (int which = 0; which < 2; ++which)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              u32 remote;
               float part;
-              asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(ring + ((i * (COLS / 2) + 4 * c + e) * CONSUMERS + tid) * 4), "r"(r));
-              asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(remote) : "memory");
-              v[e] += part;
+              asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(in_block(x_ring + ((index(patch, which) + e) * CONSUMERS + tid) * 4, r)) : "memory");
+              v[which][e] += part;
             }
-          emit(i, c, v[0], v[1], v[2], v[3]);
-        }
-      cluster_sync();
+        emit(patch, v);
+      }
     }
   }
+  if (size > 1) cluster_sync();
 }
