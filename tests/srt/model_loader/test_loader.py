@@ -13,7 +13,7 @@ from torch import nn
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
-from sglang.srt.model_loader.loader import load_model, load_weights
+from sglang.srt.model_loader.loader import fill_with_dummy_weights, load_model, load_weights
 from sglang.srt.model_loader.weight_utils import iterate_tensors, safetensors_files
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "tiny-llama-bf16"
@@ -166,6 +166,21 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor x is in b.safetensors and in a.safetensors"):
         list(iterate_tensors(tmp_path, progress=False))
+
+
+def test_dummy_weights_follow_from_the_seed() -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        model = Model(quantized=True)
+        fill_with_dummy_weights(model)
+        return {name: param.detach().view(torch.uint8) for name, param in model.named_parameters() if param.dim() == 2}
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert any("packed" in name or "weight" in name for name in first)
+    for name in first:
+        assert torch.equal(first[name], again[name]), name
+        assert not torch.equal(first[name], other[name]), name
+        assert len(first[name].unique()) > 20, name
 
 
 def test_dummy_weights_run() -> None:

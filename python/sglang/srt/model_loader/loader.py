@@ -205,17 +205,22 @@ def load_weights(
 
 
 def fill_with_dummy_weights(model: nn.Module) -> None:
-    """Small random values (``--load-format dummy``): to measure speed without a checkpoint."""
-    generator = torch.Generator().manual_seed(0)
+    """Small random values (``--load-format dummy``), made where the parameters are: to measure speed without a
+    checkpoint. They follow from torch's seed and the kind of device."""
+    generators: dict[torch.device, torch.Generator] = {}
     for param in model.parameters():
+        device = param.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(torch.initial_seed())
+        generator = generators[device]
         if param.dtype == torch.uint8:
-            param.data.copy_(torch.randint(0, 256, param.shape, generator=generator, dtype=torch.uint8))
+            param.data.random_(0, 256, generator=generator)
         elif param.dtype == torch.float8_e4m3fn:
-            param.data.copy_(torch.rand(param.shape, generator=generator).to(torch.float8_e4m3fn))
+            param.data.copy_(torch.rand(param.shape, generator=generator, device=device))
         elif param.dim() == 1 and not hasattr(param, "output_dim"):  # norms and per-part scales
             param.data.fill_(1e-2)
         else:
-            param.data.copy_(torch.empty(param.shape).uniform_(-1e-2, 1e-2, generator=generator))
+            param.data.uniform_(-1e-2, 1e-2, generator=generator)
 
 
 def weight_bytes(model: nn.Module) -> int:
