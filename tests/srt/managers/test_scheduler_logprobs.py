@@ -15,7 +15,8 @@ def test_prompt_and_output_logprobs(page_size: int, chunk: int, start: int, top:
     h = Harness(page_size=page_size, chunk=chunk)
     for _ in range(2):
         h.add(PROMPT[:25])
-        rid = h.add(PROMPT, return_logprob=True, logprob_start_len=start, top_logprobs_num=top)
+        ids = [9, 3] if top else []
+        rid = h.add(PROMPT, return_logprob=True, logprob_start_len=start, top_logprobs_num=top, token_ids_logprob=ids)
         h.add(PROMPT[3:])
         h.run()
     h.check_results()
@@ -30,7 +31,7 @@ def test_prompt_and_output_logprobs(page_size: int, chunk: int, start: int, top:
 
 def test_no_logprobs_unless_wanted() -> None:
     h = Harness()
-    plain = h.add(PROMPT, top_logprobs_num=5)
+    plain = h.add(PROMPT, top_logprobs_num=5, token_ids_logprob=[4])
     h.run()
     h.check_results()
     assert h.results[plain].input_token_logprobs is None and not h.results[plain].output_token_logprobs
@@ -61,7 +62,10 @@ def test_logprobs_survive_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 0)
     h = Harness(size=120, chunk=8)
     for i in range(4):
-        h.add(PROMPT[i * 3 : i * 3 + 20], max_new_tokens=60, ignore_eos=True, return_logprob=True, top_logprobs_num=2)
+        h.add(
+            PROMPT[i * 3 : i * 3 + 20], 60, ignore_eos=True, return_logprob=True, top_logprobs_num=2,
+            token_ids_logprob=[i, 30],
+        )  # fmt: skip
     h.run()
     h.check_results()
     assert h.scheduler.metrics.num_retracted_reqs >= 2

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.errors import RequestError
-from sglang.srt.sampling.sampling_params import NEUTRAL_VALUES, SamplingParams, parse_sampling_params
+from sglang.srt.sampling.sampling_params import GRAMMAR_FIELDS, NEUTRAL_VALUES, SamplingParams, parse_sampling_params
 
 
 def test_every_field_is_taken() -> None:
@@ -18,16 +18,28 @@ def test_every_field_is_taken() -> None:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": True,
+        "frequency_penalty": -2,
+        "presence_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "min_new_tokens": 7,
+        "n": 3,
+        "logit_bias": {"0": -100, "4294967295": 1.5},
+        "sampling_seed": -(2**63),
+        "no_stop_trim": True,
+        "stop_regex": ["a+b", "c$"],
     }
-    assert set(given) == set(SamplingParams.__struct_fields__)
-    parsed = parse_sampling_params(given)
-    for name, value in given.items():
-        assert getattr(parsed, name) == (tuple(value) if isinstance(value, list) else value)
+    for grammar in GRAMMAR_FIELDS:
+        parsed = parse_sampling_params({**given, grammar: "x"})
+        for name, value in {**given, grammar: "x"}.items():
+            assert getattr(parsed, name) == (tuple(value) if isinstance(value, list) else value)
+    assert {*given, *GRAMMAR_FIELDS} == set(SamplingParams.__struct_fields__)
 
 
 def test_spellings_of_the_same_wish() -> None:
     assert parse_sampling_params({}) == SamplingParams()
     assert parse_sampling_params({"stop": "x"}).stop == ("x",)
+    assert parse_sampling_params({"stop_regex": "x+"}).stop_regex == ("x+",)
+    assert parse_sampling_params({"logit_bias": {7: 1}}).logit_bias == {"7": 1.0}
     assert parse_sampling_params({"temperature": 0}).is_greedy
     assert parse_sampling_params({"temperature": 1e-9}).temperature == 0.0
     assert parse_sampling_params({"top_k": 1}).is_greedy
@@ -64,10 +76,36 @@ def test_spellings_of_the_same_wish() -> None:
         ("spaces_between_special_tokens", False),
         ("max_tokens", 3),
         ("best_of", 2),
-        ("frequency_penalty", 0.5),
-        ("regex", "a+"),
-        ("n", 2),
-        ("no_stop_trim", True),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 2.1),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),
+        ("n", 0),
+        ("n", True),
+        ("n", 1 << 20),
+        ("sampling_seed", 1 << 63),
+        ("sampling_seed", 1.5),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"5": float("inf")}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", [5]),
+        ("no_stop_trim", 1),
+        ("stop_regex", ""),
+        ("stop_regex", "(a"),
+        ("stop_regex", "(?=a)"),
+        ("stop_regex", "(a{100}){100}"),
+        ("stop_regex", "\ud800"),
+        ("stop_regex", ["a"] * 17),
+        ("regex", 5),
+        ("custom_params", {"a": 1}),
+        ("stream_interval", 2),
     ],
 )
 def test_refused_by_name(field: str, value: Any) -> None:
@@ -81,6 +119,18 @@ def test_refused_by_name(field: str, value: Any) -> None:
 def test_neutral_values_ask_for_nothing() -> None:
     assert parse_sampling_params(dict(NEUTRAL_VALUES)) == SamplingParams()
     assert parse_sampling_params(dict.fromkeys(NEUTRAL_VALUES)) == SamplingParams()
+
+
+def test_one_grammar_at_most() -> None:
+    with pytest.raises(RequestError, match="Only one of.*'regex', 'ebnf'"):
+        parse_sampling_params({"ebnf": "x", "regex": "y"})
+
+
+def test_samples_have_seeds_of_their_own() -> None:
+    params = parse_sampling_params({"n": 3, "sampling_seed": 2**63 - 2, "top_p": 0.5})
+    assert [params.sample(i).sampling_seed for i in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert params.sample(0) == parse_sampling_params({"sampling_seed": 2**63 - 2, "top_p": 0.5})
+    assert parse_sampling_params({"n": 2}).sample(1) == SamplingParams()
 
 
 def test_not_an_object() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.sampling.stop_regex import StopRegexMatcher
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # A UTF-8 character has at most this many bytes, so this many tokens before a position determine it.
@@ -122,10 +123,11 @@ class StopMatcher:
 
     One Knuth-Morris-Pratt state per string: constant work per character, and the longest state is exactly how many
     characters could still become part of a match and must be held back. Of strings completed by the same character
-    the longest wins.
+    the longest wins. ``keep``: the string that was found is part of what may be shown.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], keep: bool = False) -> None:
+        self._keep = keep
         self._stop = [(text, _failure_table(text)) for text in stop]
         self._states = [0] * len(stop)
         self._held = ""
@@ -149,8 +151,8 @@ class StopMatcher:
                     self.matched = stop
             if self.matched is not None:
                 self._held = ""
-                return text[: position + 1 - len(self.matched)]
-        shown = len(text) - max(self._states)
+                return text[: position + 1 - (0 if self._keep else len(self.matched))]
+        shown = len(text) - max(self._states, default=0)
         self._held = text[shown:]
         return text[:shown]
 
@@ -178,8 +180,9 @@ class IncrementalDetokenizer:
     Args:
         decoder: shared by all requests.
         prompt_ids: a character that the prompt's last token leaves open is completed by the output.
-        stop: strings that end the output; none of them is ever part of the text.
+        stop: strings that end the output; none of them is ever part of the text, unless ``no_stop_trim``.
         skip_special_tokens: leave special tokens out of the text.
+        stop_regex: patterns that end the output behind the token that completes a match, which stays in the text.
     """
 
     def __init__(
@@ -188,16 +191,19 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int],
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        stop_regex: Sequence[str] = (),
+        no_stop_trim: bool = False,
     ) -> None:
         self._pieces = decoder.visible_pieces if skip_special_tokens else decoder.pieces
         self._decode = _new_utf8_decoder("replace").decode
         self._decode(b"".join([self._pieces[i] for i in prompt_ids[-_LONGEST_CHARACTER:]]))
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = StopMatcher(stop, no_stop_trim) if stop or stop_regex else None
+        self._regex = StopRegexMatcher(stop_regex)
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._matcher.matched if self._matcher else None
+        """The stop string or pattern that ended the text."""
+        return (self._matcher.matched or self._regex.matched) if self._matcher else None
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """New text, and how many of ``token_ids`` belong to the output: not all if a stop string was completed."""
@@ -206,8 +212,8 @@ class IncrementalDetokenizer:
             return decode(b"".join([pieces[i] for i in token_ids])), len(token_ids)
         text = ""
         for used, token_id in enumerate(token_ids, start=1):
-            text += self._matcher.feed(decode(pieces[token_id]))
-            if self._matcher.matched is not None:
+            text += self._watch(self._matcher, decode(pieces[token_id]))
+            if self.matched is not None:
                 return text, used
         return text, len(token_ids)
 
@@ -216,5 +222,14 @@ class IncrementalDetokenizer:
         rest = self._decode(b"", True)
         if self._matcher is None:
             return rest
-        text = self._matcher.feed(rest)
-        return text if self._matcher.matched is not None else text + self._matcher.flush()
+        text = self._watch(self._matcher, rest)
+        return text if self.matched is not None else text + self._matcher.flush()
+
+    def _watch(self, matcher: StopMatcher, text: str) -> str:
+        """What may be shown now that ``text`` came. Strings go before patterns, as in SGLang."""
+        shown = matcher.feed(text)
+        if matcher.matched is None:
+            self._regex.feed(text)
+            if self._regex.matched is not None:
+                shown += matcher.flush()
+        return shown

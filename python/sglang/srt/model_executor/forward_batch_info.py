@@ -42,6 +42,7 @@ class ForwardBatch:
             ``targets[i][j]`` is wanted from the hidden state of its new token ``starts[i] + j`` (EXTEND; empty
             list of targets where none are wanted).
         top_logprobs_nums: k of each request, 0 where none are wanted.
+        token_ids_logprobs: tokens of each request whose log-probabilities are wanted at every position.
         return_logprob: some request of the batch wants log-probabilities.
     """
 
@@ -59,6 +60,7 @@ class ForwardBatch:
     attn_backend: AttentionBackend
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
+    token_ids_logprobs: list[list[int]] | None = None
     input_logprob_starts: list[int] | None = None
     input_logprob_targets: list[list[int]] | None = None
 
@@ -75,12 +77,17 @@ class LogitsProcessorOutput:
         next_token_logits: [B, vocabulary] float32.
         input_token_logprobs: per request, one value per wanted target (log-softmax of the unscaled logits).
         input_top_logprobs: per request and target, the k best as (log-probability, token id), best first.
-        next_token_logprobs: per request, of the sampled token. Filled by ``ModelRunner.sample``.
-        next_top_logprobs: per request, the k best. Filled by ``ModelRunner.sample``.
+        input_token_ids_logprobs: per request and target, those of the request's ``token_ids_logprob``.
+        next_token_logprobs: per request, of the sampled token, in the distribution from which it was drawn before
+            top-k, top-p and min-p. This and the following are filled by ``ModelRunner.sample``.
+        next_top_logprobs: per request, the k best.
+        next_token_ids_logprobs: per request, those of its ``token_ids_logprob``.
     """
 
     next_token_logits: torch.Tensor
     input_token_logprobs: list[list[float]] | None = None
     input_top_logprobs: list[list[list[tuple[float, int]]]] | None = None
+    input_token_ids_logprobs: list[list[list[tuple[float, int]]]] | None = None
     next_token_logprobs: list[float] | None = None
     next_top_logprobs: list[list[tuple[float, int]]] | None = None
+    next_token_ids_logprobs: list[list[tuple[float, int]]] | None = None

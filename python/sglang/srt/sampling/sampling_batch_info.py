@@ -1,14 +1,22 @@
-"""The sampling parameters of a batch, as tensors."""
+"""The sampling parameters of a batch, as tensors, and what has to be known of its requests for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
 
 import torch
 
+from sglang.srt.constrained.vocab_mask import ConstrainedRequest, VocabMask
+from sglang.srt.sampling.penalties import LogitBias, MinNewTokens, Penalties, SampledRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class BatchRequest(SampledRequest, ConstrainedRequest, Protocol):
+    """What has to be known of a request."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class SamplingGroup:
         top_ps: [n, 1] float32; infinite where there is no limit (a running sum of probabilities may exceed 1).
         min_ps: [n, 1] float32; 0 where there is no limit.
         filtered: some of top-k, top-p, min-p limits the rows; else the three are not looked at.
+        seeds: [n, 1] int64, or None for rows that draw from the device's generator.
     """
 
     rows: torch.Tensor
@@ -30,28 +39,67 @@ class SamplingGroup:
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     filtered: bool
+    seeds: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class SamplingBatchInfo:
-    """Rows in no group are greedy."""
+    """Rows in no group are greedy.
+
+    Attributes:
+        rules: what changes logits before they are sampled, in this order.
+    """
 
     groups: tuple[SamplingGroup, ...]
+    rules: tuple[MinNewTokens | Penalties | LogitBias | VocabMask, ...] = ()
 
     @property
     def is_all_greedy(self) -> bool:
         return not self.groups
 
     @classmethod
+    def from_reqs(cls, reqs: Sequence[BatchRequest], vocab_size: int, device: torch.device | str) -> SamplingBatchInfo:
+        """What the requests of a batch, in its order, ask for. Good for as long as each of them gets one token a step;
+        a batch that others join or leave needs a new one."""
+        rules = (
+            MinNewTokens.from_reqs(reqs, device),
+            Penalties.from_reqs(reqs, vocab_size, device),
+            LogitBias.from_reqs(reqs, device),
+            VocabMask.from_reqs(reqs),
+        )
+        info = cls.from_params([req.sampling_params for req in reqs], vocab_size, device)
+        return cls(info.groups, tuple(rule for rule in rules if rule is not None))
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Turn the model's ``logits`` [B, vocabulary] float32 into those that are sampled, in place."""
+        for rule in self.rules:
+            rule.apply(logits)
+
+    def count(self, token_ids: torch.Tensor) -> None:
+        """Take the tokens that were sampled, [B] int64, -1 where the logits were broken."""
+        for rule in self.rules:
+            rule.count(token_ids)
+
+    def tempered(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` [B, vocabulary] divided by their row's temperature; a greedy row's is 1."""
+        if self.groups:
+            logits = logits.clone()
+        for group in self.groups:
+            logits[group.rows] /= group.temperatures
+        return logits
+
+    @classmethod
     def from_params(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str
     ) -> SamplingBatchInfo:
-        """Sort the requests of a batch, in its order, into greedy, unlimited and filtered ones."""
-        members: dict[bool, list[int]] = {False: [], True: []}
+        """Sort the requests of a batch, in its order, into greedy ones, and others by limits and by seeds."""
+        members: dict[tuple[bool, bool], list[int]] = {kind: [] for kind in product((False, True), (False, True))}
         for row, one in enumerate(params):
             if not one.is_greedy:
-                members[_is_filtered(one, vocab_size)].append(row)
-        return cls(tuple(_group(params, rows, kind, vocab_size, device) for kind, rows in members.items() if rows))
+                members[_is_filtered(one, vocab_size), one.sampling_seed is not None].append(row)
+        return cls(
+            tuple(_group(params, rows, filtered, vocab_size, device) for (filtered, _), rows in members.items() if rows)
+        )
 
 
 def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
@@ -66,6 +114,7 @@ def _group(
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
+    seeds = [one.sampling_seed for one in chosen if one.sampling_seed is not None]
     top_ks = [one.top_k if 0 < one.top_k < vocab_size else vocab_size for one in chosen]
     return SamplingGroup(
         rows=torch.tensor(rows, device=device),
@@ -74,4 +123,23 @@ def _group(
         top_ps=column([one.top_p if one.top_p < 1 else math.inf for one in chosen]),
         min_ps=column([one.min_p for one in chosen]),
         filtered=filtered,
+        seeds=torch.tensor(seeds, dtype=torch.int64, device=device).unsqueeze(1) if seeds else None,
+    )
+
+
+def why_no_token(req: BatchRequest, logits: torch.Tensor) -> tuple[str, int]:
+    """Message and HTTP status for a request whose ``logits`` [vocabulary], as sampled, had no token to choose."""
+    least = req.sampling_params.min_new_tokens
+    if req.grammar is not None and req.grammar.failure is not None:
+        return f"The grammar can't be followed: {req.grammar.failure}.", 400
+    if len(req.output_ids) < least and bool(logits.isneginf().all()):
+        return (
+            f"After {len(req.output_ids)} tokens every one that could come next is a stop token, which min_new_tokens "
+            f"({least}) forbids; lower it, or give fewer stop_token_ids.",
+            400,
+        )
+    return (
+        "The model computed NaN or infinite logits: its weights are damaged or its dtype's range is too small; try "
+        "--dtype bfloat16 or float32.",
+        500,
     )

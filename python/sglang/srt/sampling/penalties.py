@@ -1,0 +1,165 @@
+"""What the parameters of a batch's requests do to its logits, before anything is drawn from them.
+
+Every class covers the rows that ask for it; ``from_reqs`` returns None where none does. ``apply`` changes logits
+[B, vocabulary] float32 in place, ``count`` takes the tokens that were then sampled, [B] int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class SampledRequest(Protocol):
+    """What is needed of a request.
+
+    Attributes:
+        output_ids: all tokens that were generated, also before a retraction.
+        stop_token_ids: the model's and the request's own.
+        token_counts: [vocabulary] int32 on the device, how often each token is in ``output_ids``; None where nobody
+            has counted yet. Written by :class:`Penalties` only.
+    """
+
+    sampling_params: SamplingParams
+    output_ids: list[int]
+    stop_token_ids: frozenset[int]
+    token_counts: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Frequency, presence and repetition penalty of P rows, over the tokens that were generated.
+
+    Attributes:
+        rows: [P] int64, indices into the batch.
+        counts: [P, vocabulary] int32; row i is also its request's ``token_counts``.
+        frequency, presence, repetition: [P, 1] float32, None where it is every row's neutral value.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    frequency: torch.Tensor | None
+    presence: torch.Tensor | None
+    repetition: torch.Tensor | None
+
+    @classmethod
+    def from_reqs(cls, reqs: Sequence[SampledRequest], vocab_size: int, device: torch.device | str) -> Penalties | None:
+        rows = [row for row, req in enumerate(reqs) if req.sampling_params.has_penalties]
+        if not rows:
+            return None
+        chosen = [reqs[row] for row in rows]
+        counts = torch.stack([_token_counts(req, vocab_size, device) for req in chosen])
+        for req, count in zip(chosen, counts, strict=True):
+            req.token_counts = count
+
+        def column(name: str, neutral: float) -> torch.Tensor | None:
+            values = [getattr(req.sampling_params, name) for req in chosen]
+            if set(values) == {neutral}:
+                return None
+            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+        return cls(
+            rows=torch.tensor(rows, device=device),
+            counts=counts,
+            frequency=column("frequency_penalty", 0.0),
+            presence=column("presence_penalty", 0.0),
+            repetition=column("repetition_penalty", 1.0),
+        )
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """SGLang's order: both penalties that are subtracted, then the factor."""
+        own = logits[self.rows]
+        seen = self.counts > 0
+        if self.frequency is not None:
+            own -= self.frequency * self.counts
+        if self.presence is not None:
+            own -= self.presence * seen
+        if self.repetition is not None:
+            factor = torch.where(seen, self.repetition, 1.0)
+            own = torch.where(own < 0, own * factor, own / factor)
+        logits[self.rows] = own
+
+    def count(self, token_ids: torch.Tensor) -> None:
+        # A row with broken logits has -1; its request ends here.
+        sampled = token_ids[self.rows].clamp(min=0).unsqueeze(1)
+        self.counts.scatter_add_(1, sampled, torch.ones_like(sampled, dtype=torch.int32))
+
+
+def _token_counts(req: SampledRequest, vocab_size: int, device: torch.device | str) -> torch.Tensor:
+    if req.token_counts is not None:
+        return req.token_counts
+    generated = torch.tensor(req.output_ids, dtype=torch.int64)
+    return torch.bincount(generated, minlength=vocab_size).to(torch.int32).to(device)
+
+
+@dataclass
+class MinNewTokens:
+    """Tokens that would end an output are impossible until it has ``min_new_tokens``.
+
+    Attributes:
+        rows, ids: [M] int64, pairs of a row of the batch and a token that would end it.
+        left: [M] int64, tokens for which this still holds; ``most_left`` is the largest of them.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    left: torch.Tensor
+    most_left: int
+
+    @classmethod
+    def from_reqs(cls, reqs: Sequence[SampledRequest], device: torch.device | str) -> MinNewTokens | None:
+        triples = [
+            (row, token_id, left)
+            for row, req in enumerate(reqs)
+            if (left := req.sampling_params.min_new_tokens - len(req.output_ids)) > 0
+            for token_id in sorted(req.stop_token_ids)
+        ]
+        if not triples:
+            return None
+        columns = torch.tensor(triples, device=device).T.contiguous()
+        return cls(columns[0], columns[1], columns[2], max(left for _, _, left in triples))
+
+    def apply(self, logits: torch.Tensor) -> None:
+        if self.most_left > 0:
+            logits[self.rows, self.ids] = logits[self.rows, self.ids].masked_fill(self.left > 0, -math.inf)
+
+    def count(self, token_ids: torch.Tensor) -> None:
+        self.most_left -= 1
+        self.left -= 1
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """``logit_bias`` of a batch: [L] int64 rows and token ids, each pair once, and [L] float32 values to add."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def from_reqs(cls, reqs: Sequence[SampledRequest], device: torch.device | str) -> LogitBias | None:
+        biases = [
+            (row, int(token_id), bias)
+            for row, req in enumerate(reqs)
+            for token_id, bias in (req.sampling_params.logit_bias or {}).items()
+        ]
+        if not biases:
+            return None
+        rows, ids, values = zip(*biases, strict=True)
+        return cls(
+            torch.tensor(rows, device=device),
+            torch.tensor(ids, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
+        )
+
+    def apply(self, logits: torch.Tensor) -> None:
+        logits[self.rows, self.ids] += self.values
+
+    def count(self, token_ids: torch.Tensor) -> None:
+        """A bias depends on no token."""
