@@ -1,4 +1,4 @@
-// Rows of activations as the bytes that the dot products take: e2m1 codes (W4A4), or integers of 3 or 4 bytes (kept).
+// Activations: conversions of their types, and the quantiser of W4A4 layers.
 #pragma once
 
 #include <cmath>
@@ -6,13 +6,6 @@
 #include <cstring>
 
 static constexpr int BLOCK = 16;
-
-// A block of one row as an operand: PLANES * 16 signed bytes, most significant plane first; for each int32 accumulator
-// -12 times the sum of its integers, which takes the 12 off that weights carry; and the float32 that turns the product
-// with doubled weights and scales / 256 into a value. A panel of rows holds, for each block, the bytes of every row,
-// then the corrections, then the scales.
-static constexpr int accumulators(int planes) { return planes == 4 ? 2 : 1; }
-static constexpr int64_t operand_bytes(int planes) { return BLOCK * planes + 4 * accumulators(planes) + 4; }
 
 static inline uint32_t bits_of(float v) {
   uint32_t b;
@@ -119,45 +112,3 @@ struct Quantiser {
     }
   }
 };
-
-// ----------------------------------------------------------------------------------------------------------------- keep
-// A block as integers times a power of two, the largest just inside PLANES signed bytes: exact for bfloat16 down to
-// 2^-14 (float32: 2^-6) of the block's largest magnitude, else off by at most 2^-23 (2^-31) of that.
-template <int PLANES, class T>
-static inline float keep(const T* from, int8_t* bytes, int32_t* correction) {
-  static_assert(PLANES == 3 || PLANES == 4, "");
-  alignas(64) float x[BLOCK];
-  alignas(64) uint32_t digits[BLOCK];
-  int32_t amax = 0;
-  for (int i = 0; i < BLOCK; ++i) {
-    x[i] = to_float(from[i]);
-    const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFFu);
-    amax = magnitude > amax ? magnitude : amax;
-  }
-  if (amax >= 0x7F800000) {  // NaN for the whole row, in place of the infinities that a float32 sum may hold
-    memset(bytes, 0, PLANES * BLOCK);
-    memset(correction, 0, 4 * accumulators(PLANES));
-    return NAN;
-  }
-  // 1/64 more than the largest, so that the leading byte stays below 128 after rounding and carries.
-  int exponent = ((amax + 0x20000) >> 23) - 127 - (8 * PLANES - 2);
-  exponent = exponent < -149 ? -149 : exponent;
-  const int first = -exponent < 100 ? -exponent : 100;  // 2^149 is no float32
-  const float inverse = float_of(static_cast<uint32_t>(127 + first) << 23);
-  const float rest = float_of(static_cast<uint32_t>(127 - exponent - first) << 23);
-  uint32_t high = 0, low = 0;
-  for (int i = 0; i < BLOCK; ++i) {
-    const int32_t fixed = static_cast<int32_t>(__builtin_rintf(x[i] * inverse * rest));
-    digits[i] = static_cast<uint32_t>(fixed) + 0x80808080u;  // each byte is a signed digit + 128
-    high += (digits[i] >> 16) - 0x8080u;
-    low += (digits[i] & 0xFFFFu) - 0x8080u;
-  }
-  for (int plane = 0; plane < PLANES; ++plane)
-    for (int i = 0; i < BLOCK; ++i)
-      bytes[plane * BLOCK + i] = static_cast<int8_t>((digits[i] >> (8 * (PLANES - 1 - plane))) ^ 0x80u);
-  const uint32_t sum = (high << 16) + low;
-  correction[0] = static_cast<int32_t>(-12 * (PLANES == 4 ? high : sum));
-  if (PLANES == 4) correction[1] = static_cast<int32_t>(-12 * low);
-  const float unit = float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<uint32_t>(exponent + 127) << 23);
-  return amax == 0 ? 0.0f : unit * 128.0f;
-}

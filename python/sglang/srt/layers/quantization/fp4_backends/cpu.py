@@ -3,10 +3,8 @@
 W4A4: the bits of backend ``torch``, whose file defines the order of additions. e2m1 doubled is an integer, so a block's
 dot product is one here, and exact.
 
-Weight-only layers take a block of 16 inputs as integers of 24 bits (bfloat16, float16) or 32 (float32) times a power of
-two. Their dot product with e2m1 is exact too; rounded to float32, times the block scale, it is added as above. An input
-is off by at most 2^-23 (2^-31) of its block's largest magnitude, which is exact for bfloat16 values within 2^-14 of it,
-and a row with infinity or NaN becomes NaN.
+Weight-only: inputs are float32 values, left as they are. In ascending order the 16 products of a block with e2m1 are
+added by fused multiply-adds, then blocks with theirs, times the block's scale; each rounds once, to float32.
 
 Either way a row's bits depend on that row and the weight alone: not on other rows, threads or the instruction set.
 """
@@ -35,14 +33,15 @@ def to_panels(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
         scale: float8_e4m3fn [N, K / 16].
 
     Returns:
-        codes uint8 [P, K / 16, 2, 2, 16, 4], where byte (p, b, g, z, r, i) holds columns 16 b + 8 z + i (low nibble)
-        and 16 b + 8 z + 4 + i of row 32 p + 16 g + r; scales uint8 [P, K / 16, 32].
+        codes uint8 [P, K / 16, 2, 2, 4, 2, 4, 2], where byte (p, b, g, z, u, h, r, i) holds columns
+        16 b + 8 z + 2 h + i (low nibble) and 16 b + 8 z + 4 + 2 h + i of row 32 p + 16 g + 4 u + r; scales uint8
+        [P, K / 16, 32].
     """
     rows, blocks = scale.shape
     panels = -(-rows // PANEL)
     padding = (0, 0, 0, panels * PANEL - rows)
-    codes = unpack(F.pad(packed, padding)).view(panels, 2, 16, blocks, 2, 2, 4)
-    low_high = codes.permute(0, 3, 1, 4, 2, 6, 5).flatten(-2)
+    codes = unpack(F.pad(packed, padding)).view(panels, 2, 4, 4, blocks, 2, 2, 2, 2)  # p g u r b z nibble h i
+    low_high = codes.permute(0, 4, 1, 5, 2, 7, 3, 8, 6).flatten(-2)
     scales = F.pad(scale.view(torch.uint8), padding).view(panels, PANEL, blocks)
     return pack(low_high), scales.transpose(1, 2).contiguous()
 
@@ -50,8 +49,8 @@ def to_panels(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 def from_panels(codes: torch.Tensor, scales: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`to_panels` was given."""
     panels, blocks = scales.shape[:2]
-    low_high = unpack(codes).view(panels, blocks, 2, 2, 16, 4, 2)
-    packed = pack(low_high.permute(0, 2, 4, 1, 3, 6, 5).reshape(panels * PANEL, blocks * BLOCK_SIZE))
+    low_high = unpack(codes).view(panels, blocks, 2, 2, 4, 2, 4, 2, 2)
+    packed = pack(low_high.permute(0, 2, 4, 6, 1, 3, 8, 5, 7).reshape(panels * PANEL, blocks * BLOCK_SIZE))
     scale = scales.transpose(1, 2).reshape(panels * PANEL, blocks)
     return packed[:rows], scale[:rows].view(torch.float8_e4m3fn)
 
