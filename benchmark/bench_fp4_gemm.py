@@ -1,16 +1,22 @@
 """Time and error of NVFP4 linear layers: our backends and whatever peers are installed, in one run.
 
     python benchmark/bench_fp4_gemm.py --graph --output benchmark/results/h200_w4a16.json --plot h200_w4a16.png
-    OMP_NUM_THREADS=1 python benchmark/bench_fp4_gemm.py --device cpu --backends cpu,cpu:w4a4,bf16,llama.cpp \
-        --shapes 4096x4096,4096x14336 --m 1,16,64,256 --output benchmark/results/cpu_fp4_gemm_1thread.json
+    OMP_NUM_THREADS=1 python benchmark/bench_fp4_gemm.py --device cpu \
+        --backends cpu,cpu:fp32,cpu:w4a4,bf16,fp32,llama.cpp --shapes 4096x4096,4096x14336 --m 1,16,64,256 \
+        --output benchmark/results/cpu_fp4_gemm_1thread.json
 
-Rotates over copies of each weight (on a CPU, reads other memory before each call), so that caches hold none of it, and
-reports the median call. ``--graph`` replays a CUDA graph of calls, which leaves out the host; calls may then overlap as
-their kernels allow. ``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact
-weights, over at most 64 rows.
-Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with bfloat16 weights), ``humming`` (pip install
-humming-kernels), ``llama.cpp`` (CPU; pip install llama-cpp-python). One that is absent or refuses a shape is named and
-passed over. ``cpu:w4a4`` and the like quantise the input too, which alone makes an error of 0.1.
+On a GPU, rotates over copies of each weight, so that caches hold none of it, and reports the median call. ``--graph``
+replays a CUDA graph of calls, which leaves out the host; calls may then overlap as their kernels allow.
+On a CPU, backends take turns at every call, other memory is read before each (``read_gbps`` is the rate of that), and
+the lowest decile is reported, of one thread that of its CPU time: what else the machine does costs all of them alike,
+and mostly the calls above it.
+``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact weights, over at most
+64 rows.
+Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with weights in ``--dtype``), ``humming`` (pip install
+humming-kernels), ``gemlite`` (pip install gemlite; tunes itself for each shape and M, which takes long), ``llama.cpp``
+(CPU; pip install llama-cpp-python). One that is absent or refuses a shape is named and
+passed over. ``cpu:w4a4`` and the like quantise the input too, which alone makes an error of 0.1. Whatever ``--dtype``
+is, ``cpu:fp32``, ``torch:fp32`` and ``fp32`` (torch.mm) have inputs and, if unpacked, weights in float32.
 """
 
 from __future__ import annotations
@@ -117,7 +123,7 @@ def registered(full_name: str) -> Callable[[Weight, torch.dtype], Call]:
     return make
 
 
-def bf16(weight: Weight, dtype: torch.dtype) -> Call:
+def unpacked(weight: Weight, dtype: torch.dtype) -> Call:
     matrix = (weight.values(torch.float32) * GLOBAL_SCALE).to(dtype).T
     return lambda x: x @ matrix
 
@@ -134,6 +140,14 @@ def humming(weight: Weight, dtype: torch.dtype) -> Call:
     return layer  # type: ignore[no-any-return]
 
 
+def gemlite(weight: Weight, dtype: torch.dtype) -> Call:
+    from gemlite.helper import A16W4_NVFP  # type: ignore[import-not-found, unused-ignore]
+
+    helper = A16W4_NVFP(device=str(weight.packed.device), dtype=dtype)
+    inverse = torch.tensor(1 / GLOBAL_SCALE)
+    return helper.from_packed_weights(weight.packed, scales=weight.scale, meta_scale=inverse)  # type: ignore[no-any-return]
+
+
 def llama_cpp(weight: Weight, dtype: torch.dtype) -> Call:
     import ggml_peer
 
@@ -142,26 +156,50 @@ def llama_cpp(weight: Weight, dtype: torch.dtype) -> Call:
 
 MAKERS: dict[str, Callable[[Weight, torch.dtype], Call]] = {
     "w4a16": w4a16_kernels,
-    "bf16": bf16,
+    "bf16": unpacked,
+    "fp32": unpacked,
     "humming": humming,
+    "gemlite": gemlite,
     "llama.cpp": llama_cpp,
 }
 
 
 # --------------------------------------------------------------------------------------------------------- timing
-def microseconds(
-    calls: Sequence[Call], x: torch.Tensor, graph: bool, repeats: int, flush: torch.Tensor | None = None
-) -> float:
-    """Median time of a call, over rounds in which every copy is called once; ``flush`` is read before each on a CPU."""
-    if x.device.type == "cpu":
-        times = []
-        for index in range(repeats + 1):
-            if flush is not None:
-                flush.sum()
-            before = time.perf_counter()
-            calls[index % len(calls)](x)
-            times.append((time.perf_counter() - before) * 1e6)
-        return sorted(times[1:])[len(times[1:]) // 2]
+class Turns:
+    """Times calls on a CPU in turns, ``flush`` read before each; of a single thread, the time it runs."""
+
+    def __init__(self, flush: torch.Tensor, repeats: int, seconds: float) -> None:
+        self._flush, self._repeats, self._seconds = flush, repeats, seconds
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._reads: list[float] = []
+
+    def microseconds(self, calls: dict[str, Call], inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        """The lowest decile of ``repeats`` calls of each; of fewer, but 5, where these took ``seconds``."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for index in range(self._repeats + 1):
+            for name, call in calls.items():
+                if index > 5 and sum(times[name]) > self._seconds:
+                    continue
+                start = self._now()
+                self._flush.sum()
+                before = self._now()
+                call(inputs[name])
+                if index > 0:
+                    times[name].append(self._now() - before)
+                    self._reads.append(before - start)
+        return {name: lowest_decile(measured) * 1e6 for name, measured in times.items()}
+
+    @property
+    def read_gbps(self) -> float:
+        return self._flush.nbytes / lowest_decile(self._reads) / 1e9
+
+
+def lowest_decile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+def microseconds(calls: Sequence[Call], x: torch.Tensor, graph: bool, repeats: int) -> float:
+    """Median time of a call on a GPU, over rounds in which every copy is called once."""
 
     def round_of_calls() -> None:
         for call in calls:
@@ -198,12 +236,13 @@ def relative_error(call: Call, weight: Weight, x: torch.Tensor) -> float:
     return float((difference / total) ** 0.5)
 
 
-def bench(args: argparse.Namespace, result: list[dict[str, Any]]) -> Iterator[None]:
-    """Add rows to ``result``, a shape at a time. Backends take turns at each M, so that they meet the device in the
+def bench(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[None]:
+    """Add to ``report["rows"]``, a shape at a time. Backends take turns at each M, so that they meet the device in the
     same state of heat and clocks."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    on_cuda = args.device == "cuda"
-    flush = None if on_cuda else torch.ones(args.flush_mib << 18)
+    default = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    dtypes = {name: torch.float32 if name.endswith("fp32") else default for name in args.backends}
+    on_cuda, result = args.device == "cuda", report["rows"]
+    turns = None if on_cuda else Turns(torch.ones(args.flush_mib << 18), args.repeats, args.seconds)
     for n, k in args.shapes:
         weight = Weight.random(n, k, args.device)
         made: dict[str, list[Call]] = {}
@@ -212,25 +251,32 @@ def bench(args: argparse.Namespace, result: list[dict[str, Any]]) -> Iterator[No
             copies = max(2, min(32, -(-COLD_BYTES // read))) if on_cuda else 1
             try:
                 make = MAKERS.get(name) or registered(name)
-                made[name] = [make(weight, dtype) for _ in range(copies)]
+                made[name] = [make(weight, dtypes[name]) for _ in range(copies)]
             except Exception as error:
                 print(f"{name} {n}x{k}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         for m in args.m:
-            x = torch.randn(m, k, device=args.device, generator=torch.Generator(args.device).manual_seed(m)).to(dtype)
+            x = torch.randn(m, k, device=args.device, generator=torch.Generator(args.device).manual_seed(m)).to(default)
+            inputs = {name: x.to(dtypes[name]) for name in made}
+            errors: dict[str, float] = {}
+            times: dict[str, float] = {}
             for name, calls in made.items():
                 try:
-                    rel_err = relative_error(calls[0], weight, x)
+                    errors[name] = relative_error(calls[0], weight, inputs[name])
                     if on_cuda:
                         torch.cuda.synchronize()
                         time.sleep(args.pause)
-                    few = calls[:2] if m >= 1024 else calls  # a round is then long enough
-                    us = microseconds(few, x, args.graph and on_cuda, 3 if m >= 1024 else args.repeats, flush)
+                        few = calls[:2] if m >= 1024 else calls  # a round is then long enough
+                        times[name] = microseconds(few, inputs[name], args.graph, 3 if m >= 1024 else args.repeats)
                 except Exception as error:
+                    errors.pop(name, None)
                     print(f"{name} {n}x{k} M={m}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                    continue
+            if turns is not None:
+                times = turns.microseconds({name: made[name][0] for name in errors}, inputs)
+                report["machine"]["read_gbps"] = round(turns.read_gbps, 1)
+            for name, us in times.items():
                 row = {"backend": name, "n": n, "k": k, "m": m, "us": round(us, 2)}
-                row |= {"tflops": round(2e-6 * n * k * m / us, 1), "gbps": round(weight.nbytes / us / 1e3, 1)}
-                result.append(row | {"rel_err": float(f"{rel_err:.3e}")})
+                row |= {"tflops": round(2e-6 * n * k * m / us, 4), "gbps": round(weight.nbytes / us / 1e3, 1)}
+                result.append(row | {"rel_err": float(f"{errors[name]:.3e}")})
         del made
         if on_cuda:
             torch.cuda.empty_cache()
@@ -275,7 +321,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def machine(device: str) -> dict[str, Any]:
     versions = {}
-    for name in ("torch", "humming-kernels", "flashinfer-python"):
+    for name in ("torch", "humming-kernels", "gemlite", "flashinfer-python"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -287,10 +333,18 @@ def machine(device: str) -> dict[str, Any]:
         us = microseconds([lambda x: b.copy_(x)], a, graph=False, repeats=20)
         found |= {"device": torch.cuda.get_device_name(), "copy_gbps": round(2 * size / us / 1e3)}
     else:
-        large = torch.ones(1 << 28)
-        us = microseconds([torch.sum], large, graph=False, repeats=5)
-        found |= {"threads": torch.get_num_threads(), "read_gbps": round(large.nbytes / us / 1e3, 1)}
+        found |= {"device": processor(), "threads": torch.get_num_threads()}
     return found
+
+
+def processor() -> str:
+    """Its name and what our kernel is compiled for, where Linux and a compiler say so."""
+    from sglang.kernels import cpu_extension
+
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {cpu_extension.isas()[0].name}"
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -304,17 +358,24 @@ def main() -> None:
     parser.add_argument("--backends", type=lambda text: text.split(","), default=["w4a16", "humming", "bf16"])
     parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help=f"N x K, default {SHAPES}")
     parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=ROWS.split(","))
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, help="calls of each copy; default 9, on a CPU 100")
+    parser.add_argument("--seconds", type=float, default=3, help="for a backend's calls at one M, after five (CPU)")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds before each timing, to cool down (CUDA)")
-    parser.add_argument("--flush-mib", type=int, default=1024, help="read before each call (CPU): more than its caches")
+    parser.add_argument("--flush-mib", type=int, default=256, help="read before each call (CPU): more than its caches")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="PNG file (needs matplotlib)")
     args = parser.parse_args()
     args.m = [int(m) for m in args.m]
+    args.repeats = args.repeats or (9 if args.device == "cuda" else 100)
     rows: list[dict[str, Any]] = []
-    report = {"machine": machine(args.device), "graph": args.graph, "dtype": args.dtype, "rows": rows}
-    for _ in bench(args, rows):
+    statistic = "median"
+    if args.device == "cpu":
+        clock = "CPU time" if torch.get_num_threads() == 1 else "time"
+        statistic = f"lowest decile, {clock} of calls in turns"
+    head = {"machine": machine(args.device), "graph": args.graph, "statistic": statistic, "dtype": args.dtype}
+    report: dict[str, Any] = head | {"rows": rows}
+    for _ in bench(args, report):
         if args.output:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             lines = ",\n  ".join(json.dumps(row) for row in rows)

@@ -49,4 +49,6 @@ def test_absent_backends_are_named(run: tuple[dict, str]) -> None:
     _, printed = run
     assert "llama.cpp 96x64: ModuleNotFoundError: No module named 'llama_cpp'" in printed
     assert "humming 96x64: ModuleNotFoundError" in printed
-    assert "nosuch 96x64: ValueError: not a backend; there are w4a16, bf16, humming, llama.cpp" in printed
+    assert (
+        "nosuch 96x64: ValueError: not a backend; there are w4a16, bf16, fp32, humming, gemlite, llama.cpp" in printed
+    )
