@@ -71,6 +71,9 @@ ISAS = (
 )
 
 
+_scratch: list[tempfile.TemporaryDirectory[str]] = []  # removed at exit
+
+
 class CompileError(Exception):
     """The library can't be built here; the text says why, and what to do."""
 
@@ -117,10 +120,10 @@ def build(isa: Isa) -> Path:
     """The library for ``isa``, compiled unless the same build is in the cache.
 
     It lies in ``SGLANG_CACHE_DIR``, named after everything that it depends on; processes that start together compile it
-    once.
+    once. Where that folder can't be written, this process compiles it for itself.
 
     Raises:
-        CompileError: no compiler, or it failed, or the folder can't be written.
+        CompileError: no compiler, or it failed, or no folder for temporary files can be written.
     """
     compiler = _compiler()
     command = [*compiler, *FLAGS, *isa.flags]
@@ -130,6 +133,8 @@ def build(isa: Isa) -> Path:
         key.update(path.name.encode() + path.read_bytes())
     folder = envs.SGLANG_CACHE_DIR.get() / "kernels"
     library = folder / f"cpu-{isa.name}-{key.hexdigest()[:16]}.so"
+    units = [str(path) for path in sources if path.suffix == ".cpp"]
+    built: Path | None = None
     try:
         if library.exists():
             return library
@@ -137,16 +142,34 @@ def build(isa: Isa) -> Path:
         with FileLock(f"{library}.lock"):
             if library.exists():
                 return library
-            started = time.monotonic()
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:  # of the same file system: the rename is atomic
-                output = Path(scratch) / library.name
-                units = [str(path) for path in sources if path.suffix == ".cpp"]
-                _run([*command, *units, "-o", str(output)])
-                output.replace(library)
-            logger.info("Compiled the CPU FP4 kernel (%s) in %.1f s", isa.name, time.monotonic() - started)
+            built = _compile([*command, *units], library.name, isa)
+            partial = library.with_suffix(".tmp")
+            try:
+                shutil.copyfile(built, partial)
+                partial.replace(library)
+            finally:
+                partial.unlink(missing_ok=True)
+            return library
     except OSError as error:
-        raise CompileError(f"can't write {folder}: {error}; set {envs.SGLANG_CACHE_DIR.name}") from None
-    return library
+        logger.warning(
+            "The compiled CPU kernel can't be kept in %s, so every start compiles it: %s. Set %s to another folder.",
+            folder, error, envs.SGLANG_CACHE_DIR.name,
+        )  # fmt: skip
+    return built or _compile([*command, *units], library.name, isa)
+
+
+def _compile(command: list[str], name: str, isa: Isa) -> Path:
+    """A library in a folder that goes when this process ends."""
+    started = time.monotonic()
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="sglang-kernel-")
+    except OSError as error:
+        raise CompileError(f"can't write a temporary file: {error}; set TMPDIR") from None
+    _scratch.append(scratch)
+    output = Path(scratch.name) / name
+    _run([*command, "-o", str(output)])
+    logger.info("Compiled the CPU kernels (%s) in %.1f s", isa.name, time.monotonic() - started)
+    return output
 
 
 @cache
@@ -170,6 +193,20 @@ def load(isa: Isa | None = None) -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.sglang_fp4_gemm.argtypes = [pointer, size, *[pointer] * 7, size, size, size, integer, integer]
     library.sglang_fp4_gemm.restype = integer
+    number = ctypes.c_float
+    library.sglang_rms_norm.argtypes = [*[pointer] * 4, *[size] * 5, number, integer, integer]
+    library.sglang_silu_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer]
+    library.sglang_rotate.argtypes = [pointer, size, pointer, pointer, size, size, size, integer, integer]
+    library.sglang_max.argtypes = [pointer, size, pointer, pointer, size, size, integer]
+    library.sglang_bf16_linear.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size, integer]
+    library.sglang_attention.argtypes = [
+        *[pointer] * 3, size, size, *[pointer] * 4, size, *[pointer] * 4, *[size] * 5, number, number, number,
+        integer, integer, integer,
+    ]  # fmt: skip
+    library.sglang_attention.restype = integer
+    for function in (library.sglang_rms_norm, library.sglang_silu_and_mul, library.sglang_rotate, library.sglang_max):
+        function.restype = None
+    library.sglang_bf16_linear.restype = None
     return library
 
 

@@ -62,7 +62,8 @@ def check_frequencies(params: SamplingParams, device: str) -> None:
     logits = torch.randn(VOCAB) * 1.5
     expected = allowed(logits.tolist(), params)
     info = SamplingBatchInfo.from_params([params] * draws, VOCAB, device)
-    counts = sample_tokens(logits.expand(draws, -1).to(device), info).bincount(minlength=VOCAB).cpu()
+    positions = torch.zeros(draws, dtype=torch.int64, device=device)
+    counts = sample_tokens(logits.expand(draws, -1).to(device), info, positions).bincount(minlength=VOCAB).cpu()
     assert set(counts.nonzero().flatten().tolist()) <= set(expected)
     for token, prob in expected.items():
         sigma = math.sqrt(draws * prob * (1 - prob))
@@ -97,7 +98,7 @@ def test_mixed_batches_draw_what_is_allowed(params: list[SamplingParams], seed: 
     logits[:, 7] = logits.max(dim=1).values  # a tie for the best
     before = logits.clone()
     info = SamplingBatchInfo.from_params(params, VOCAB, "cpu")
-    tokens = sample_tokens(logits, info).tolist()
+    tokens = sample_tokens(logits, info, torch.zeros(len(params), dtype=torch.int64)).tolist()
     assert torch.equal(logits, before)
     assert info.is_all_greedy == all(one.is_greedy for one in params)
     for row, (token, one) in enumerate(zip(tokens, params, strict=True)):
@@ -120,7 +121,7 @@ def test_impossible_tokens_are_not_drawn_at_the_ends(
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(*shape, uniform, **options))
     logits = torch.tensor([[-math.inf, -math.inf, 1.0, -math.inf, 0.5, -math.inf]])
     info = SamplingBatchInfo.from_params([SamplingParams()], 6, "cpu")
-    assert sample_tokens(logits, info).tolist() == [expected]
+    assert sample_tokens(logits, info, torch.zeros(1, dtype=torch.int64)).tolist() == [expected]
 
 
 def test_seed_reproduces() -> None:
@@ -129,7 +130,7 @@ def test_seed_reproduces() -> None:
     runs = []
     for _ in range(2):
         torch.manual_seed(5)
-        runs.append([sample_tokens(logits, info).tolist() for _ in range(10)])
+        runs.append([sample_tokens(logits, info, torch.zeros(2, dtype=torch.int64)).tolist() for _ in range(10)])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) > 1
 
@@ -140,7 +141,7 @@ def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature:
     logits = torch.randn(3, VOCAB)
     logits[1] = bad
     info = SamplingBatchInfo.from_params([SamplingParams(temperature=temperature)] * 3, VOCAB, "cpu")
-    tokens = sample_tokens(logits, info).tolist()
+    tokens = sample_tokens(logits, info, torch.zeros(3, dtype=torch.int64)).tolist()
     assert tokens[1] == -1 and all(0 <= token < VOCAB for token in (tokens[0], tokens[2]))
     if temperature == 0.0:
         assert tokens[0] == int(logits[0].argmax())
@@ -149,7 +150,7 @@ def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature:
 def test_logprobs_are_of_the_unscaled_distribution() -> None:
     logits = torch.randn(3, VOCAB)
     targets = torch.tensor([4, 0, 39])
-    values, tops = logprobs_of(logits, targets, [2, 0, 50])
+    values, tops, _ = logprobs_of(logits, targets, [2, 0, 50], [[]] * 3)
     expected = logits.log_softmax(-1)
     assert values == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets.tolist())], abs=1e-6)
     best, ids = expected.sort(dim=-1, descending=True)

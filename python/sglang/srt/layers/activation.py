@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from sglang.srt.layers.operators import operators_for
 
 
 class SiluAndMul(nn.Module):
     """``silu(x[..., :n]) * x[..., n:]`` for x [..., 2n]: the output of a fused gate/up projection."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return operators_for(x.device.type).silu_and_mul(x)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from sglang.srt.layers.operators import operators_for
 
 
 class RMSNorm(nn.Module):
@@ -32,6 +33,5 @@ class RMSNorm(nn.Module):
         must not use again.
         """
         if residual is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-        x.add_(residual)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon), x
+            return operators_for(x.device.type).rms_norm(x, self.weight, self.variance_epsilon)
+        return operators_for(x.device.type).add_rms_norm(x, residual, self.weight, self.variance_epsilon)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.operators import operators_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -163,6 +164,7 @@ def get_rope(config: PretrainedConfig, head_dim: int) -> RotaryEmbedding:
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotate ``x`` [T, heads, head_dim]: the first half of a head is paired with its second half.
 
-    ``signed_sin`` is negative in the first half.
+    ``signed_sin`` is negative in the first half. The result may be written into ``x``, which the caller must not use
+    again.
     """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+    return operators_for(x.device.type).rotate(x, cos, signed_sin)

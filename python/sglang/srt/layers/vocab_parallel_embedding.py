@@ -10,7 +10,7 @@ from torch import nn
 
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.constant_linear import ConstantLinear
+from sglang.srt.layers.constant_linear import Bf16Linear, ConstantLinear, as_bf16
 from sglang.srt.layers.linear import LinearBase, Part, match_dtype
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -60,7 +60,12 @@ class TiedHeadMethod:
     """Prepares an embedding for its second use as the output head."""
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
-        layer.head = ConstantLinear(layer.weight, float32_output=True)
+        exact = as_bf16(layer.weight)
+        if exact is None:
+            layer.head = ConstantLinear(layer.weight, float32_output=True)
+        else:  # one copy for both uses
+            layer.weight.data = exact
+            layer.head = Bf16Linear(layer.weight.data)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -89,11 +94,12 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.prefix = prefix
         self.tp = tp
-        self.head: ConstantLinear | None = None
+        self.head: ConstantLinear | Bf16Linear | None = None
         if is_head:
             self.quant_method = TiedHeadMethod()
         self.shard = VocabShard.of(num_embeddings, tp)
         weight = torch.empty(self.shard.size, embedding_dim, dtype=params_dtype)
+        self.params_dtype = weight.dtype
         register_weight(self, "weight", weight, output_dim=0, input_dim=1, weight_loader=self.weight_loader)
 
     def weight_loader(self, param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -110,10 +116,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids`` [T] to [T, embedding_dim]."""
         if self.tp.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return F.embedding(input_ids, self.weight).to(self.params_dtype)
         local = input_ids - self.shard.start
         elsewhere = (local < 0) | (local >= self.shard.size)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight).to(self.params_dtype)
         return self.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

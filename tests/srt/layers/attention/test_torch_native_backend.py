@@ -5,6 +5,7 @@ import torch
 
 from sglang.srt.errors import ArgumentError
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, create_attention_backend
+from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -112,8 +113,22 @@ def test_against_direct_computation(
 
 def test_unknown_backend_is_refused() -> None:
     assert isinstance(create_attention_backend("torch_native", CPU, torch.float32), TorchNativeAttnBackend)
-    with pytest.raises(ArgumentError, match="--attention-backend fa9: unknown backend; usable here: torch_native"):
+    with pytest.raises(ArgumentError, match="--attention-backend fa9: unknown backend; usable here: cpu, torch_native"):
         create_attention_backend("fa9", CPU, torch.float32)
+
+
+def test_auto_takes_the_first_that_can_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="sglang")
+    assert list(ATTENTION_BACKENDS) == ["cpu", "torch_native"]
+    assert isinstance(create_attention_backend("auto", CPU, torch.bfloat16), CpuAttnBackend)
+    assert isinstance(create_attention_backend("auto", CPU, torch.float16), TorchNativeAttnBackend)
+    assert isinstance(create_attention_backend("auto", torch.device("cuda"), torch.bfloat16), TorchNativeAttnBackend)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text for text in texts if text.startswith("Attention")] == [
+        "Attention backend: cpu",
+        "Attention backend: torch_native",
+        "Attention backend: torch_native",
+    ]
 
 
 def test_backend_that_can_not_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +138,5 @@ def test_backend_that_can_not_run_is_refused_with_its_reason(monkeypatch: pytest
             return "it needs a GPU" if device.type == "cpu" else None
 
     monkeypatch.setitem(ATTENTION_BACKENDS, "gpu_only", GpuOnly)
-    with pytest.raises(ArgumentError, match=r"gpu_only: it needs a GPU; usable here: torch_native$"):
+    with pytest.raises(ArgumentError, match=r"gpu_only: it needs a GPU; usable here: cpu, torch_native$"):
         create_attention_backend("gpu_only", CPU, torch.float32)

@@ -91,7 +91,7 @@ def measure(
     problems: dict[str, str] = {}
     timing: dict[str, str] = {}
     compare = len(candidates) > 1
-    with tqdm(total=len(candidates), desc=f"FP4 GEMM autotune, {weight.product}", leave=False) as bar:
+    with tqdm(total=len(candidates), desc=f"FP4 GEMM autotune, {weight.product}", leave=False, disable=None) as bar:
         for layout in dict.fromkeys(layouts.values()):
             linears: list[NvFp4Linear] = []
             for candidate in (one for one in candidates if layouts[one.label] == layout):

@@ -17,6 +17,7 @@ from torch import nn
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE, nvfp4_global_scale
+from sglang.srt.utils.progress import progress_of
 
 
 class Activation(Enum):
@@ -185,7 +186,7 @@ class NvFp4Linear:
     def __init__(self, weight: NvFp4Weight, *by_rows: Fp4GemmBackend) -> None:
         weight.check()
         self.backend = backend = by_rows[0]
-        self.product = weight.product
+        self.product, self.activation = weight.product, weight.activation
         self.in_features, self.out_features, self.dtype = weight.in_features, weight.out_features, weight.dtype
         self.device = weight.packed.device
         self.segments: list[Segment] = []
@@ -245,7 +246,7 @@ class NvFp4Linear:
             raise ValueError(f"x: expected [..., {self.in_features}] {self.dtype}, got {list(x.shape)} {x.dtype}")
         if bias is not None and bias.shape != (self.out_features,):
             raise ValueError(f"bias: expected [{self.out_features}], got {list(bias.shape)}")
-        rows = x.reshape(-1, self.in_features)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         shape = (*x.shape[:-1], self.out_features)
         if rows.shape[0] == 0:
             return x.new_empty(shape)
@@ -260,7 +261,8 @@ class NvFp4Linear:
             y = backend.apply(self._input_of(segment, rows), segment.prepared, part)
             outputs.append(y[:, :size] if out_padding else y)
             start += size
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(shape)
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return y if rows is x else y.reshape(shape)
 
     def _input_of(self, segment: Segment, rows: torch.Tensor) -> torch.Tensor:
         if segment.pre_quant_scale is not None:
@@ -275,7 +277,7 @@ def linears_of(model: nn.Module) -> list[NvFp4Linear]:
     return [linear for linear in found if isinstance(linear, NvFp4Linear)]
 
 
-def warm_up_fp4_gemm(linears: Iterable[NvFp4Linear], rows: Sequence[int]) -> int:
+def warm_up_fp4_gemm(linears: Iterable[NvFp4Linear], rows: Sequence[int], *, show_progress: bool = True) -> int:
     """Multiply once with every distinct product for every number of rows, so that no kernel is compiled, loaded or
     planned later: to be called with the sizes of all CUDA graphs before the first is captured, on every rank.
 
@@ -284,7 +286,7 @@ def warm_up_fp4_gemm(linears: Iterable[NvFp4Linear], rows: Sequence[int]) -> int
     """
     distinct = {(linear.product, str(linear.choices)): linear for linear in linears}
     with torch.no_grad():
-        for linear in distinct.values():
+        for linear in progress_of(distinct.values(), "Warming up NVFP4 products", show=show_progress):
             for count in sorted(set(rows), reverse=True):
                 linear(torch.ones(count, linear.in_features, dtype=linear.dtype, device=linear.device))
     return len(distinct)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang.srt.layers.constant_linear import ConstantLinear
+from sglang.srt.layers.constant_linear import Bf16Linear, ConstantLinear, constant_linear
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
 
 
@@ -31,14 +31,14 @@ class UnquantizedLinearMethod(LinearMethodBase):
         register_weight(layer, "weight", weight, output_dim=0, input_dim=1, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        linear = ConstantLinear(layer.weight.data, self.float32_output)  # type: ignore[arg-type]
+        linear = constant_linear(layer.weight.data, self.float32_output)  # type: ignore[arg-type]
         delattr(layer, "weight")
         layer.linear = linear  # type: ignore[assignment]
 
     def weight_bytes(self, layer: nn.Module) -> int:
-        linear: ConstantLinear | None = getattr(layer, "linear", None)
+        linear: ConstantLinear | Bf16Linear | None = getattr(layer, "linear", None)
         return (linear.nbytes if linear else 0) + super().weight_bytes(layer)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        linear: ConstantLinear = layer.linear  # type: ignore[assignment]
+        linear: ConstantLinear | Bf16Linear = layer.linear  # type: ignore[assignment]
         return linear(x, bias)

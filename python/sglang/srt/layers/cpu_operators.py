@@ -1,0 +1,136 @@
+"""The operators of ``kernels/cpu/layers.cpp`` and ``linear.cpp``: float32 and bfloat16; torch takes what is neither.
+
+A row's bits depend on that row alone, not on the other rows or the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sglang.kernels import cpu_extension
+from sglang.srt.layers.operators import Operators
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class CpuOperators(Operators):
+    """Raises what :func:`cpu_extension.load` raises where the library can't be had."""
+
+    def __init__(self) -> None:
+        library = cpu_extension.load()
+        self._rms_norm, self._silu_and_mul = library.sglang_rms_norm, library.sglang_silu_and_mul
+        self._rotate, self._max = library.sglang_rotate, library.sglang_max
+        self._bf16_linear = library.sglang_bf16_linear
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        dtype = DTYPES.get(x.dtype)
+        if dtype is None or weight.dtype != x.dtype or not 1 <= x.dim() <= 3:
+            return super().rms_norm(x, weight, eps)
+        return self._norm(x, None, weight, eps, dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = DTYPES.get(x.dtype)
+        same = weight.dtype == residual.dtype == x.dtype and residual.shape == x.shape
+        if dtype is None or not same or not 1 <= x.dim() <= 3 or x.stride(-1) != 1:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._norm(x, residual.contiguous(), weight, eps, dtype), x
+
+    def _norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: int
+    ) -> torch.Tensor:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        shape, strides = x.shape, x.stride()
+        outer, inner = (shape[0], shape[1]) if len(shape) == 3 else (shape[0] if len(shape) == 2 else 1, 1)
+        self._rms_norm(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            outer,
+            inner,
+            strides[0],
+            strides[1] if len(shape) == 3 else 0,
+            shape[-1],
+            eps,
+            dtype,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = DTYPES.get(x.dtype)
+        if dtype is None or x.shape[-1] % 2:
+            return super().silu_and_mul(x)
+        columns = x.shape[-1] // 2
+        shape = (*x.shape[:-1], columns)
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.reshape(math.prod(shape[:-1]), 2 * columns).contiguous()
+        out = torch.empty(shape, dtype=x.dtype)
+        self._silu_and_mul(
+            x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], columns, dtype, torch.get_num_threads()
+        )
+        return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        dtype = DTYPES.get(x.dtype)
+        tokens, heads, dim = x.shape
+        rows = (tokens, 1, dim)
+        same = cos.dtype == signed_sin.dtype == x.dtype and cos.shape == signed_sin.shape == rows
+        if dtype is None or not same or dim % 2:
+            return super().rotate(x, cos, signed_sin)
+        if x.stride(2) != 1 or x.stride(1) != dim:
+            x = x.contiguous()
+        cos, signed_sin = cos.contiguous(), signed_sin.contiguous()
+        self._rotate(
+            x.data_ptr(),
+            x.stride(0),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            tokens,
+            heads,
+            dim,
+            dtype,
+            torch.get_num_threads(),
+        )
+        return x
+
+    def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] == 0 or x.stride(1) != 1:
+            return super().max(x)
+        values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+        self._max(
+            x.data_ptr(),
+            x.stride(0),
+            values.data_ptr(),
+            ids.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            torch.get_num_threads(),
+        )
+        return values, ids
+
+    def bf16_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        weight = weight.contiguous()
+        if bias is not None:
+            bias = bias.contiguous()
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+        self._bf16_linear(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            weight.shape[0],
+            x.shape[1],
+            torch.get_num_threads(),
+        )
+        return out
