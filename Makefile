@@ -39,10 +39,11 @@ test-flashinfer: .flashinfer-$(FLASHINFER)/.installed
 mutants: .flashinfer-$(FLASHINFER)/.installed
 	$(BIN)/python tests/contract/check_mutants.py --flashinfer-07 .flashinfer-$(FLASHINFER)
 
-# The CPU kernel's tests with address checks, on the best instructions of this machine and the portable ones.
+# The CPU kernels' tests with address checks, on the best instructions of this machine and the portable ones.
 asan: $(STAMP)
 	CXX="c++ -g -fsanitize=address" LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/srt/layers/quantization/test_cpu_backend.py \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s tests/kernels/test_cpu_operators.py \
+		tests/srt/layers/attention/test_cpu_backend.py tests/srt/layers/quantization/test_cpu_backend.py \
 		-k "$$($(BIN)/python -c 'from sglang.kernels.cpu_extension import isas; print(isas()[0].name, "or portable")')"
 
 lint: $(STAMP)

@@ -46,15 +46,20 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def calls(tmp_path: Path) -> list[str]:
-    return (tmp_path / "calls").read_text().splitlines()
+def libraries(tmp_path: Path) -> list[str]:
+    """What the compiler was asked for one library each; every unit has been compiled as often."""
+    calls = (tmp_path / "calls").read_text().splitlines()
+    linked = [call for call in calls if " -shared " in call]
+    for unit in cpu_extension.SOURCES.glob("*.cpp"):
+        assert sum(f" -c {unit} " in call for call in calls) == len(linked)
+    return linked
 
 
 def test_compiles_once_for_everything_that_asks_at_once(compiler: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(lambda _: build(ISA), range(3)))
-    assert len(paths) == 1 and len(calls(tmp_path)) == 1
-    assert "-DNAMED" in calls(tmp_path)[0] and "fp4_gemm.cpp" in calls(tmp_path)[0]
+    (library,) = libraries(tmp_path)
+    assert len(paths) == 1 and "-DNAMED" in library and "/fp4_gemm.o" in library
     folder = tmp_path / "cache" / "kernels"
     assert {path.suffix for path in folder.iterdir()} == {".so", ".lock"}  # no scratch left
 
@@ -62,21 +67,23 @@ def test_compiles_once_for_everything_that_asks_at_once(compiler: Path, tmp_path
 def test_everything_the_library_depends_on_is_in_its_name(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [build(ISA), build(ISAS[0])]
-    (tmp_path / "version").write_text("fake 1.1")
-    paths.append(build(ISA))
-    monkeypatch.setenv("CXX", str(compiler))
-    paths.append(build(ISA))
     sources = tmp_path / "sources"
     sources.mkdir()
     for path in cpu_extension.SOURCES.iterdir():
         (sources / path.name).write_bytes(path.read_bytes())
+    in_place = build(ISA)
+    (tmp_path / "calls").unlink()
     monkeypatch.setattr(cpu_extension, "SOURCES", sources)
-    assert build(ISA) == paths[-1]
+    assert build(ISA) == in_place and not (tmp_path / "calls").exists()
+    paths = [in_place, build(ISAS[0])]
+    (tmp_path / "version").write_text("fake 1.1")
+    paths.append(build(ISA))
+    monkeypatch.setenv("CXX", str(compiler))
+    paths.append(build(ISA))
     for name in ("simd.h", "fp4_gemm.cpp"):
         (sources / name).write_bytes((sources / name).read_bytes() + b"\n")
         paths.append(build(ISA))
-    assert len(set(paths)) == len(paths) == len(calls(tmp_path))
+    assert len(set(paths)) == len(paths) == len(libraries(tmp_path)) + 1
 
 
 def test_a_failing_compiler_is_a_reason_and_leaves_nothing(compiler: Path, tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_a_full_disk_costs_a_compilation_and_leaves_no_part_of_a_file(
     monkeypatch.setattr(cpu_extension.shutil, "copyfile", full)
     assert build(ISA).is_file()
     assert {path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()} == {".lock"}
-    assert len(calls(tmp_path)) == 1 and "No space left on device" in caplog.text
+    assert len(libraries(tmp_path)) == 1 and "No space left on device" in caplog.text
     monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **_: full(tmp_path, tmp_path / "x"))
     with pytest.raises(CompileError, match="No space left.*set TMPDIR"):
         build(ISA)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ SOURCES = Path(__file__).with_name("cpu")
 # Contraction would round once where another path rounds twice. Exceptions and errno are not looked at.
 FLAGS = (
     *("-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -133,7 +134,7 @@ def build(isa: Isa) -> Path:
         key.update(path.name.encode() + path.read_bytes())
     folder = envs.SGLANG_CACHE_DIR.get() / "kernels"
     library = folder / f"cpu-{isa.name}-{key.hexdigest()[:16]}.so"
-    units = [str(path) for path in sources if path.suffix == ".cpp"]
+    units = [path for path in sources if path.suffix == ".cpp"]
     built: Path | None = None
     try:
         if library.exists():
@@ -142,7 +143,7 @@ def build(isa: Isa) -> Path:
         with FileLock(f"{library}.lock"):
             if library.exists():
                 return library
-            built = _compile([*command, *units], library.name, isa)
+            built = _compile(command, units, library.name, isa)
             partial = library.with_suffix(".tmp")
             try:
                 shutil.copyfile(built, partial)
@@ -155,11 +156,12 @@ def build(isa: Isa) -> Path:
             "The compiled CPU kernel can't be kept in %s, so every start compiles it: %s. Set %s to another folder.",
             folder, error, envs.SGLANG_CACHE_DIR.name,
         )  # fmt: skip
-    return built or _compile([*command, *units], library.name, isa)
+    return built or _compile(command, units, library.name, isa)
 
 
-def _compile(command: list[str], name: str, isa: Isa) -> Path:
-    """A library in a folder that goes when this process ends."""
+def _compile(command: list[str], units: list[Path], name: str, isa: Isa) -> Path:
+    """A library in a folder that goes when this process ends; the units are compiled side by side."""
+    logger.info("Compiling the CPU kernels (%s)", isa.name)
     started = time.monotonic()
     try:
         scratch = tempfile.TemporaryDirectory(prefix="sglang-kernel-")
@@ -167,7 +169,10 @@ def _compile(command: list[str], name: str, isa: Isa) -> Path:
         raise CompileError(f"can't write a temporary file: {error}; set TMPDIR") from None
     _scratch.append(scratch)
     output = Path(scratch.name) / name
-    _run([*command, "-o", str(output)])
+    objects = [f"{scratch.name}/{unit.stem}.o" for unit in units]
+    with ThreadPoolExecutor(len(units)) as pool:
+        list(pool.map(lambda unit, to: _run([*command, "-c", str(unit), "-o", to]), units, objects))
+    _run([*command, "-shared", *objects, "-o", str(output)])
     logger.info("Compiled the CPU kernels (%s) in %.1f s", isa.name, time.monotonic() - started)
     return output
 
