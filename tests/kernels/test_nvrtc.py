@@ -1,5 +1,6 @@
 """The cache of compiled kernels."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,28 @@ def test_a_file_that_is_not_whole_is_compiled_again(compiled: list[str], damaged
     assert nvrtc.load_cubin("a", "sm_90a", ()) == (CUBIN, False)
 
 
-def test_a_folder_that_cannot_be_made_costs_time_only(compiled: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_costs_time_and_one_warning(
+    compiled: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernels").write_text("a file")
     for _ in range(2):
         assert nvrtc.load_cubin("a", "sm_90a", ()) == (CUBIN, True)
     assert compiled == ["a", "a"]
+    (warning,) = caplog.messages
+    assert str(tmp_path / "cache" / "kernels") in warning and "SGLANG_CACHE_DIR" in warning
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(nvrtc.os, "fdopen", full)
+    assert nvrtc.load_cubin("a", "sm_90a", ()) == (CUBIN, True)
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+    assert "No space left on device" in caplog.text
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC: pip install nvidia-cuda-nvrtc")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import site
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 _END = b"END\n"  # marks a file that was written whole
 
@@ -138,9 +141,20 @@ def load_cubin(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, b
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin + _END)
-        Path(temporary).replace(path)
-    except OSError:  # a folder that can't be written costs time at the next start, nothing else
-        pass
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(cubin + _END)
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    except OSError as error:  # a folder that can't be written costs time at the next start, nothing else
+        _warn(path.parent, error.strerror or str(error))
     return cubin, True
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    logger.warning(
+        "Compiled kernels can't be kept in %s, so every start compiles them: %s. Set %s to another folder.",
+        folder, reason, envs.SGLANG_CACHE_DIR.name,
+    )  # fmt: skip
