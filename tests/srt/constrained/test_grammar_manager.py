@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -197,11 +198,14 @@ def test_computing_time_is_bounded(run: Any, forked: None, monkeypatch: pytest.M
 
 
 def test_a_long_grammar_in_the_event_loop_of_the_server(forked: None) -> None:
-    """It is longer than the buffer of the socket to the process."""
+    """It is longer than the buffer of the socket to the process, which is slow to read it."""
     loop = uvloop.new_event_loop()
     manager = new_manager()
-    long = 'root ::= "a" #' + "x" * 1_000_000
-    assert isinstance(loop.run_until_complete(manager.prepare(SamplingParams(ebnf=long))), Grammar)
+    prepare(loop.run_until_complete, manager, regex="warm")
+    assert manager._worker is not None and manager._worker._process.pid is not None
+    os.kill(manager._worker._process.pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (manager._worker._process.pid, signal.SIGCONT)).start()
+    prepare(loop.run_until_complete, manager, ebnf='root ::= "a" #' + "x" * 1_000_000)
     manager.close()
     loop.close()
 

@@ -169,5 +169,7 @@ async def _readable(*objects: Waitable) -> list[Waitable]:
     finally:
         for each in objects:
             loop.remove_reader(each)
+            # uvloop makes what it watches non-blocking, and a long report would be read in part.
+            os.set_blocking(each if isinstance(each, int) else each.fileno(), True)
     ready = multiprocessing.connection.wait(objects, timeout=0)
     return [each for each in objects if each in ready]
