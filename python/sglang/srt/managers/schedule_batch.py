@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
@@ -81,7 +82,11 @@ class Req:
         self.output_ids: list[int] = []
         self.sampling_params = params
         self.max_new_tokens = max_new_tokens
-        self._stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids) | eos_token_ids
+        self._ending_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.token_counts: torch.Tensor | None = None
+        self.chosen_ids: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.grammar: XGrammarGrammar | None = None  # its state is that behind output_ids, also after a retraction
         self.finished_reason: dict[str, Any] | None = None
 
         self.req_pool_idx: int | None = None
@@ -94,11 +99,14 @@ class Req:
 
         self.return_logprob = recv.return_logprob
         self.top_logprobs_num = recv.top_logprobs_num if recv.return_logprob else 0
+        self.token_ids_logprob = recv.token_ids_logprob if recv.return_logprob else []
         self.logprob_start_len = recv.logprob_start_len
         self.input_token_logprobs: list[float] = []
         self.input_top_logprobs: list[list[tuple[float, int]]] = []
+        self.input_token_ids_logprobs: list[list[tuple[float, int]]] = []
         self.output_token_logprobs: list[TokenLogprob] = []
         self.output_top_logprobs: list[TopLogprobs] = []
+        self.output_token_ids_logprobs: list[TopLogprobs] = []
         self._sent_len = 0
         self._sent_input_logprobs = False
 
@@ -135,11 +143,15 @@ class Req:
 
     def append_output(self, token_id: int) -> None:
         """Take one sampled token and see whether it was the last one (SGLang's order: length before stop tokens)."""
+        grammar = self.grammar
         if self.max_new_tokens > 0:
             self.output_ids.append(token_id)
+            if grammar is not None and not grammar.accept_token(token_id):
+                self.abort(f"Internal error: token {token_id} was sampled, which the grammar does not allow.", 500)
+                return
         if len(self.output_ids) >= self.max_new_tokens:
             self.finished_reason = {"type": "length", "length": self.max_new_tokens}
-        elif token_id in self._stop_token_ids:
+        elif token_id in self._ending_ids or (grammar is not None and grammar.is_terminated()):
             self.finished_reason = {"type": "stop", "matched": token_id}
 
     def abort(self, message: str, status_code: int) -> None:
@@ -151,6 +163,8 @@ class Req:
             self.input_token_logprobs += output.input_token_logprobs[i]
         if self.top_logprobs_num and output.input_top_logprobs is not None:
             self.input_top_logprobs += output.input_top_logprobs[i]
+        if self.token_ids_logprob and output.input_token_ids_logprobs is not None:
+            self.input_token_ids_logprobs += output.input_token_ids_logprobs[i]
 
     def add_output_logprobs(self, output: LogitsProcessorOutput, i: int) -> None:
         """Take the log-probability of the newest output token, row ``i`` of a step."""
@@ -161,10 +175,13 @@ class Req:
         if self.top_logprobs_num:
             assert output.next_top_logprobs is not None
             self.output_top_logprobs.append(list(output.next_top_logprobs[i]))
+        if self.token_ids_logprob:
+            assert output.next_token_ids_logprobs is not None
+            self.output_token_ids_logprobs.append(list(output.next_token_ids_logprobs[i]))
 
     def reset_kv(self) -> None:
         """Forget row and slots, which were released. A retracted request keeps everything else."""
-        self.req_pool_idx = self.last_node = None
+        self.req_pool_idx = self.last_node = self.token_counts = None
         self.cache_protected_len = self.kv_len = self.fill_len = 0
 
     def take_output(self) -> ReqOutput:
@@ -181,12 +198,15 @@ class Req:
         if self.return_logprob:
             output.output_token_logprobs = self.output_token_logprobs[sent:]
             output.output_top_logprobs = self.output_top_logprobs[sent:] if self.top_logprobs_num else None
+            output.output_token_ids_logprobs = self.output_token_ids_logprobs[sent:] if self.token_ids_logprob else None
             if not self._sent_input_logprobs and self._input_logprobs_complete():
                 self._sent_input_logprobs = True
                 output.input_token_logprobs = self._input_logprob_pairs()
+                first: list[TopLogprobs] = [None] * (len(output.input_token_logprobs) > 0)
                 if self.top_logprobs_num:
-                    first: list[TopLogprobs] = [None] * (len(output.input_token_logprobs) > 0)
                     output.input_top_logprobs = first + [list(top) for top in self.input_top_logprobs]
+                if self.token_ids_logprob:
+                    output.input_token_ids_logprobs = first + [list(ids) for ids in self.input_token_ids_logprobs]
         return output
 
     def _input_logprob_pairs(self) -> list[TokenLogprob]:
@@ -258,6 +278,7 @@ class ScheduleBatch:
         starts, targets = [], []
         for req, begin, end in zip(reqs, begins, ends, strict=True):
             start, wanted = req.input_logprob_range(begin, end)
+            req.token_counts = None  # what an unfinished prompt's step samples was counted, and means nothing
             starts.append(start)
             targets.append(wanted)
             req.kv_len = end
@@ -333,14 +354,14 @@ class ScheduleBatch:
         self._sampling_info: SamplingBatchInfo | None = None
         self.return_logprob = any(req.return_logprob for req in self.reqs)
         self._top_logprobs_nums = [req.top_logprobs_num for req in self.reqs] if self.return_logprob else None
+        self._token_ids_logprobs = [req.token_ids_logprob for req in self.reqs] if self.return_logprob else None
 
     def _make_forward_batch(
         self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor, extend_seq_lens: list[int]
     ) -> ForwardBatch:
         pools = self.pools
         if self._sampling_info is None:
-            params = [req.sampling_params for req in self.reqs]
-            self._sampling_info = SamplingBatchInfo.from_params(params, pools.vocab_size, pools.device)
+            self._sampling_info = SamplingBatchInfo.from_reqs(self.reqs, pools.vocab_size, pools.device)
         return ForwardBatch(
             forward_mode=self.forward_mode,
             input_ids=input_ids,
@@ -356,6 +377,7 @@ class ScheduleBatch:
             attn_backend=pools.attn_backend,
             return_logprob=self.return_logprob,
             top_logprobs_nums=self._top_logprobs_nums,
+            token_ids_logprobs=self._token_ids_logprobs,
         )
 
     def _last_locs(self, positions: torch.Tensor) -> torch.Tensor | None:

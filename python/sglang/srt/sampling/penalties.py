@@ -24,12 +24,15 @@ class SampledRequest(Protocol):
         stop_token_ids: the model's and the request's own.
         token_counts: [vocabulary] int32 on the device, how often each token is in ``output_ids``; None where nobody
             has counted yet. Written by :class:`Penalties` only.
+        chosen_ids: ``stop_token_ids`` and ``logit_bias`` as tensors on the CPU, once they were needed. They may name a
+            whole vocabulary, which takes Python a tenth of a second, and a batch changes at almost every step.
     """
 
     sampling_params: SamplingParams
     output_ids: list[int]
     stop_token_ids: frozenset[int]
     token_counts: torch.Tensor | None
+    chosen_ids: dict[str, tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -114,16 +117,17 @@ class MinNewTokens:
 
     @classmethod
     def from_reqs(cls, reqs: Sequence[SampledRequest], device: torch.device | str) -> MinNewTokens | None:
-        triples = [
-            (row, token_id, left)
+        asking = [
+            (row, left, _stop_ids(req))
             for row, req in enumerate(reqs)
-            if (left := req.sampling_params.min_new_tokens - len(req.output_ids)) > 0
-            for token_id in sorted(req.stop_token_ids)
+            if (left := req.sampling_params.min_new_tokens - len(req.output_ids)) > 0 and req.stop_token_ids
         ]
-        if not triples:
+        if not asking:
             return None
-        columns = torch.tensor(triples, device=device).T.contiguous()
-        return cls(columns[0], columns[1], columns[2], max(left for _, _, left in triples))
+        ids = [ids for _, _, ids in asking]
+        lefts = [left for _, left, _ in asking]
+        rows, left_of_id = _spread([row for row, _, _ in asking], ids), _spread(lefts, ids)
+        return cls(rows.to(device), torch.cat(ids).to(device), left_of_id.to(device), max(lefts))
 
     def apply(self, logits: torch.Tensor) -> None:
         if self.most_left > 0:
@@ -144,22 +148,36 @@ class LogitBias:
 
     @classmethod
     def from_reqs(cls, reqs: Sequence[SampledRequest], device: torch.device | str) -> LogitBias | None:
-        biases = [
-            (row, int(token_id), bias)
-            for row, req in enumerate(reqs)
-            for token_id, bias in (req.sampling_params.logit_bias or {}).items()
-        ]
-        if not biases:
+        rows = [row for row, req in enumerate(reqs) if req.sampling_params.logit_bias]
+        if not rows:
             return None
-        rows, ids, values = zip(*biases, strict=True)
-        return cls(
-            torch.tensor(rows, device=device),
-            torch.tensor(ids, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
-        )
+        biases = [_biases(reqs[row]) for row in rows]
+        ids = [ids for ids, _ in biases]
+        values = torch.cat([values for _, values in biases])
+        return cls(_spread(rows, ids).to(device), torch.cat(ids).to(device), values.to(device))
 
     def apply(self, logits: torch.Tensor) -> None:
         logits[self.rows, self.ids] += self.values
 
     def count(self, token_ids: torch.Tensor) -> None:
         """A bias depends on no token."""
+
+
+def _spread(values: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each of ``values`` as often as the tensor beside it is long."""
+    return torch.tensor(values).repeat_interleave(torch.tensor([len(one) for one in ids]))
+
+
+def _stop_ids(req: SampledRequest) -> torch.Tensor:
+    if "stop" not in req.chosen_ids:
+        req.chosen_ids["stop"] = (torch.tensor(sorted(req.stop_token_ids)),)
+    return req.chosen_ids["stop"][0]
+
+
+def _biases(req: SampledRequest) -> tuple[torch.Tensor, ...]:
+    """Token ids, and float32 values."""
+    if "bias" not in req.chosen_ids:
+        biases = req.sampling_params.logit_bias or {}
+        ids = torch.tensor([int(token_id) for token_id in biases])
+        req.chosen_ids["bias"] = ids, torch.tensor(list(biases.values()), dtype=torch.float32)
+    return req.chosen_ids["bias"]
