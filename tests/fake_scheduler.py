@@ -3,7 +3,7 @@
 ``random_seed`` of the server arguments is the time of a step in milliseconds, or a ``Fault``, which is that of the last
 tensor-parallel rank. Ranks other than 0 only wait. A prompt that starts with <pad> is refused as the real scheduler
 refuses what it can't run. New weights are "loaded" in a fifth of a second if their path begins with "good"; from then
-on prompts are read backwards.
+on prompts are read backwards. With ``max_queued_requests`` a request is refused while so many run.
 """
 
 import os
@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     ControlReply,
     FlushCacheReq,
     GetInternalStateReq,
+    LoadSnapshot,
     PortArgs,
     ReqOutput,
     TokenizedGenerateReqInput,
@@ -76,13 +77,24 @@ class _Running:
             k = request.top_logprobs_num
             output.output_token_logprobs = [(logprob(i), i) for i in new]
             output.output_top_logprobs = [[(logprob(i), i) for i in range(k)] for _ in new] if k else None
+            chosen: list[tuple[float | None, int]] = [(logprob(i), i) for i in request.token_ids_logprob]
+            output.output_token_ids_logprobs = [chosen for _ in new] if chosen else None
             if first:
                 wanted = ids[request.logprob_start_len :]
                 output.input_token_logprobs = [(logprob(i) if j else None, i) for j, i in enumerate(wanted)]
                 if k:
                     top = [(logprob(i), i) for i in range(k)]
                     output.input_top_logprobs = [top if j else None for j in range(len(wanted))]
+                if chosen:
+                    output.input_token_ids_logprobs = [chosen if j else None for j in range(len(wanted))]
         return output
+
+
+def _refusal(request: TokenizedGenerateReqInput) -> ReqOutput:
+    reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+    return ReqOutput(
+        rid=request.rid, output_ids=[], finish_reason=reason, prompt_tokens=0, completion_tokens=0, cached_tokens=0
+    )
 
 
 def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection, tp_rank: int) -> None:
@@ -105,6 +117,7 @@ def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_write
     push.connect(port_args.tokenizer_ipc)
     ready_writer.send({"status": "ready", "max_total_num_tokens": 4096, "max_req_input_len": MAX_REQ_INPUT_LEN})
     running: dict[str, _Running] = {}
+    most = server_args.max_queued_requests
     aborted = 0
     backwards = False
     while True:
@@ -113,6 +126,9 @@ def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_write
                 case TokenizedGenerateReqInput() as request:
                     if fault == Fault.DIES_OF_A_REQUEST:
                         os._exit(8)
+                    if most is not None and len(running) >= most:
+                        push.send(encode(BatchTokenIDOutput(outputs=[_refusal(request)])))
+                        continue
                     if backwards:
                         request.input_ids.reverse()
                     running[request.rid] = _Running(request)
@@ -137,7 +153,9 @@ def run_fake_scheduler(server_args: ServerArgs, port_args: PortArgs, ready_write
         if running:
             time.sleep(server_args.random_seed / 1000)
             outputs = [state.step() for state in running.values()]
-            push.send(encode(BatchTokenIDOutput(outputs=outputs)))
+            left = sum(output.finish_reason is None for output in outputs)
+            load = LoadSnapshot(num_running_reqs=left, num_used_tokens=10 * left, cache_hit_rate=0.5)
+            push.send(encode(BatchTokenIDOutput(outputs=outputs, load=load)))
             for output in outputs:
                 if output.finish_reason is not None:
                     del running[output.rid]

@@ -26,7 +26,9 @@ def serve(**arguments: Any) -> Iterator[str]:
     arguments = {"model_path": str(FIXTURE), "device": "cpu", "random_seed": 1, **arguments}
     runtime = Runtime(ServerArgs(**arguments), run_fake_scheduler)
     application = HttpServer(runtime)
-    server = uvicorn.Server(uvicorn.Config(application.app, log_config=None, log_level="warning", lifespan="off"))
+    root_path = runtime.server_args.fastapi_root_path or ""
+    config = uvicorn.Config(application.app, log_config=None, log_level="warning", lifespan="off", root_path=root_path)
+    server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
 

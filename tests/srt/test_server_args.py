@@ -47,7 +47,7 @@ def test_every_flag_reaches_its_field():
         "--kv-cache-dtype": ("kv_cache_dtype", "fp8_e4m3"),
         "--fp4-gemm-backend": ("fp4_gemm_runner_backend", "FlashInfer_cudnn"),
         "--fp4-gemm-autotune": ("fp4_gemm_autotune", "off"),
-        "--attention-backend": ("attention_backend", "torch_native"),
+        "--attention-backend": ("attention_backend", "cpu"),
         "--cuda-graph-backend-prefill": ("cuda_graph_backend_prefill", "disabled"),
         "--random-seed": ("random_seed", 7),
         "--mem-fraction-static": ("mem_fraction_static", 0.5),
@@ -59,13 +59,33 @@ def test_every_flag_reaches_its_field():
         "--trust-remote-code": ("trust_remote_code", True),
         "--skip-server-warmup": ("skip_server_warmup", True),
         "--disable-radix-cache": ("disable_radix_cache", True),
+        "--api-key": ("api_key", "key"),
+        "--admin-api-key": ("admin_api_key", "other key"),
+        "--fastapi-root-path": ("fastapi_root_path", "/llm"),
+        "--ssl-keyfile": ("ssl_keyfile", "key.pem"),
+        "--ssl-certfile": ("ssl_certfile", "cert.pem"),
+        "--ssl-ca-certs": ("ssl_ca_certs", "ca.pem"),
+        "--ssl-keyfile-password": ("ssl_keyfile_password", "pass"),
+        "--enable-metrics": ("enable_metrics", True),
+        "--log-level-http": ("log_level_http", "warning"),
+        "--log-requests": ("log_requests", True),
+        "--log-requests-level": ("log_requests_level", 1),
+        "--max-queued-requests": ("max_queued_requests", 5),
+        "--chat-template": ("chat_template", "t.jinja"),
+        "--grammar-backend": ("grammar_backend", "none"),
+        "--constrained-json-max-whitespace-cnt": ("constrained_json_max_whitespace_cnt", 2),
+        "--tool-call-parser": ("tool_call_parser", "hermes"),
+        "--reasoning-parser": ("reasoning_parser", "qwen3"),
+        "--sampling-defaults": ("sampling_defaults", "openai"),
     }
-    assert {name for name, _ in given.values()} == {item.name for item in dataclasses.fields(ServerArgs)}
+    excluded = {"constrained_json_disable_any_whitespace"}  # by --constrained-json-max-whitespace-cnt
+    assert {name for name, _ in given.values()} | excluded == {item.name for item in dataclasses.fields(ServerArgs)}
     argv = []
     for flag, (_, value) in given.items():
         argv += [flag] if value is True else [flag, str(value)]
     args = prepare_server_args(argv)
-    assert dataclasses.asdict(args) == dict(given.values())
+    assert dataclasses.asdict(args) == dict(given.values()) | dict.fromkeys(excluded, False)
+    assert parse("--constrained-json-disable-any-whitespace").constrained_json_disable_any_whitespace
 
 
 def test_defaults():
@@ -123,7 +143,7 @@ def test_frozen():
         ("--chunked-prefill-size 24 --page-size 16", ["multiple"]),
         ("--max-total-tokens 8 --page-size 16", ["--max-total-tokens 8", "--page-size 16"]),
         ("--tp-size 0", ["--tp-size", "1 or more"]),
-        ("--attention-backend flashinfer", ["flashinfer is not in this version yet", "torch_native"]),
+        ("--attention-backend flashinfer", ["flashinfer is not in this version yet", "auto, cpu, torch_native"]),
         ("--attention-backend foo", ["'foo'", "torch_native"]),
         ("--fp4-gemm-autotune always", ["--fp4-gemm-autotune", "'always'", "on, cached, off"]),
         ("--fp4-gemm-autotune=", ["--fp4-gemm-autotune", "''", "on, cached, off"]),
@@ -135,11 +155,18 @@ def test_frozen():
         ("--log-level INFO", ["did you mean 'info'"]),
         ("--device xpu", ["xpu is not supported", "cpu, cuda"]),
         ("--served-model-name= --host=", ["--host must not be empty"]),
-        ("--api-key secret", ["--api-key is known from SGLang but not supported by this version"]),
+        ("--enable-lora", ["--enable-lora", "known from SGLang"]),
         ("--speculative-num-steps=3", ["--speculative-num-steps is known from SGLang"]),
         ("--max-model-len 4", ["--max-model-len", "use --context-length"]),
         ("--disable-radix-cach", ["unknown argument --disable-radix-cach", "'--disable-radix-cache'"]),
         ("--page_size 4", ["did you mean '--page-size'"]),
+        ("--ssl-keyfile k", ["--ssl-keyfile and --ssl-certfile belong together"]),
+        ("--ssl-ca-certs c", ["--ssl-ca-certs says nothing without --ssl-keyfile"]),
+        ("--fastapi-root-path llm", ["--fastapi-root-path must begin with /"]),
+        ("--fastapi-root-path /llm/", ["--fastapi-root-path must begin with /"]),
+        ("--log-requests-level 4", ["--log-requests-level must be 3 or less"]),
+        ("--max-queued-requests 0", ["--max-queued-requests must be 1 or more"]),
+        ("--api-key=", ["--api-key must not be empty"]),
         ("--zzz", ["unknown argument --zzz"]),
         ("--disable-radix-cache=1", ["--disable-radix-cache"]),
         ("surplus", ["surplus"]),
@@ -178,8 +205,8 @@ def test_no_model():
 
 
 def test_unknown_flag_is_reported_before_a_missing_one():
-    with pytest.raises(ArgumentError, match="--api-key is known"):
-        prepare_server_args(["--api-key", "x"])
+    with pytest.raises(ArgumentError, match="--dp-size is known"):
+        prepare_server_args(["--dp-size", "2"])
 
 
 def test_abbreviations_are_not_guessed():
@@ -187,7 +214,8 @@ def test_abbreviations_are_not_guessed():
 
 
 def test_upstream_tables_do_not_hide_what_exists():
-    assert not OUR_FLAGS & (UPSTREAM_FLAGS | set(REPLACED_FLAGS))
+    assert sorted(OUR_FLAGS - UPSTREAM_FLAGS) == ["--fp4-gemm-autotune", "--tp"]
+    assert not OUR_FLAGS & set(REPLACED_FLAGS)
     assert not [flag for flag in OUR_FLAGS if flag.startswith(UPSTREAM_FAMILIES)]
     assert set(REPLACED_FLAGS.values()) <= OUR_FLAGS
     specs = {spec.name: spec for spec in field_specs()}
@@ -195,8 +223,8 @@ def test_upstream_tables_do_not_hide_what_exists():
         assert not set(values) & set(specs[name].choices)
 
 
-@pytest.mark.parametrize("flag", sorted(UPSTREAM_FLAGS | set(REPLACED_FLAGS)))
-def test_every_upstream_flag_is_refused_with_and_without_value(flag):
+@pytest.mark.parametrize("flag", sorted((UPSTREAM_FLAGS | set(REPLACED_FLAGS)) - OUR_FLAGS))
+def test_every_upstream_flag_that_is_not_ours_is_refused_with_and_without_value(flag):
     for text in (flag, f"{flag} 1", f"{flag}=1"):
         assert flag in refusal(text)
 
@@ -274,6 +302,18 @@ def test_constructor_and_command_line_agree(port, page, chunk):
 )
 def test_url(host, url):
     assert parse(f"--host {host}").url() == url
+
+
+def test_secrets_are_not_shown():
+    args = parse("--api-key sesame --admin-api-key barley --ssl-keyfile k --ssl-certfile c --ssl-keyfile-password rye")
+    for text in (repr(args), str(args), str(args.shown())):
+        assert not [secret for secret in ("sesame", "barley", "rye") if secret in text]
+        assert "port" in text and "30000" in text
+    assert args.shown()["api_key"] == "***" and parse("").shown()["api_key"] is None
+    assert args.url() == "https://127.0.0.1:30000"
+    with pytest.raises(ArgumentError) as caught:
+        ServerArgs(model_path="m", api_key=20394857)
+    assert "--api-key" in str(caught.value) and "20394857" not in str(caught.value)
 
 
 def test_help_names_every_flag_and_default():

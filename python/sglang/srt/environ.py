@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,20 @@ def _folder(value: str) -> Path:
     return path
 
 
+def _seconds(value: str) -> float | None:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError("must be a finite number of seconds")
+    return seconds if seconds > 0 else None
+
+
+def _time_limit(value: str) -> float:
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError("must be a number of seconds, more than 0")
+    return seconds
+
+
 class Envs:
     """The variables, by name."""
 
@@ -68,8 +83,27 @@ class Envs:
         "`~/.cache/sglang`",
         "Absolute path of the folder for compiled kernels and other files that can be made again.",
     )
+    SGLANG_REQ_WAITING_TIMEOUT: EnvField[float | None] = EnvField(
+        _seconds,
+        lambda: None,
+        "no limit",
+        "Seconds that a request may wait until it first runs; then it is answered with HTTP 503. 0 or less: no limit.",
+    )
+    SGLANG_REQ_RUNNING_TIMEOUT: EnvField[float | None] = EnvField(
+        _seconds,
+        lambda: None,
+        "no limit",
+        "Seconds that a request may take from then on; then it is answered with HTTP 503. 0 or less: no limit.",
+    )
 
-    def all(self) -> tuple[EnvField[str | None] | EnvField[Path], ...]:
+    SGLANG_GRAMMAR_TIMEOUT: EnvField[float] = EnvField(
+        _time_limit,
+        lambda: 10.0,
+        "`10`",
+        "Seconds after which a grammar that is still being compiled is refused with HTTP 400.",
+    )
+
+    def all(self) -> tuple[EnvField[str | None] | EnvField[Path] | EnvField[float | None] | EnvField[float], ...]:
         """Every variable, in the order of declaration."""
         return tuple(value for value in vars(type(self)).values() if isinstance(value, EnvField))
 

@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.errors import RequestError
+from sglang.srt.upstream_flags import UPSTREAM_FIELDS
 
 T = TypeVar("T")
+
+_UPSTREAM = frozenset[str]().union(*UPSTREAM_FIELDS.values())
 
 _ERROR_WITH_PATH = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 
@@ -38,7 +41,8 @@ def select_supported(
 
     Args:
         supported: names of those fields.
-        neutral: known fields that are not acted on, each with the values that ask for nothing (null always does).
+        neutral: known fields that are not acted on, each with the values that ask for nothing (null always does); of
+            SGLang's other fields only null does.
 
     Raises:
         RequestError: a known field asks for something, or a field is unknown.
@@ -47,10 +51,10 @@ def select_supported(
     for name, value in body.items():
         if name in supported:
             kept[name] = value
-        elif name not in neutral:
+        elif name not in neutral and name not in _UPSTREAM:
             raise RequestError(f"Unrecognized request argument supplied: {name}", name)
-        elif value is not None and value not in neutral[name]:
-            accepted = "".join(f" or send {item!r}" for item in neutral[name][:1])
+        elif value is not None and value not in neutral.get(name, ()):
+            accepted = "".join(f" or send {item!r}" for item in neutral.get(name, ())[:1])
             raise RequestError(f"'{name}' is not supported by this server: leave it out{accepted}.", name)
     return kept
 
@@ -65,6 +69,8 @@ def decode_json_object(data: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"The request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("The request body is nested too deeply.") from None
     if not isinstance(body, dict):
         raise RequestError(f"The request body must be a JSON object, got {type(body).__name__}.")
     return body

@@ -6,7 +6,6 @@ Importing this module imports no torch, so that ``--help`` and a mistyped flag a
 from __future__ import annotations
 
 import argparse
-import difflib
 import random
 import types
 from collections.abc import Iterable, Sequence
@@ -15,77 +14,12 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sglang.srt.errors import ArgumentError
-from sglang.srt.upstream_flags import REFUSED_VALUES, REPLACED_FLAGS, is_upstream_flag
+from sglang.srt.flag_spec import HIDDEN, FieldSpec, Flag, suggestion
+from sglang.srt.upstream_flags import REPLACED_FLAGS, is_upstream_flag
 from sglang.srt.utils.cli import ArgumentParser
 
 
-@dataclass(frozen=True)
-class Flag:
-    """What the command line says about one field.
-
-    ``names`` are its spellings, the first one is used in messages; empty means ``--`` and the field's name. Bounds
-    are inclusive, except ``above`` (exclusive). ``bare`` is the value of a flag that is given without one.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    minimum: int | None = None
-    maximum: int | None = None
-    above: int | None = None
-    bare: str | None = None
-
-
-@dataclass(frozen=True)
-class FieldSpec:
-    """A field of :class:`ServerArgs` with everything its annotation says."""
-
-    name: str
-    flag: Flag
-    type: type
-    choices: tuple[str, ...]
-    optional: bool
-    required: bool
-    default: Any  # None where it is computed
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.flag.names or ("--" + self.name.replace("_", "-"),)
-
-    def check(self, value: Any) -> None:
-        """Raise :class:`ArgumentError` unless ``value`` is of the field's type, a choice of it and in its range."""
-        name = self.names[0]
-        if value is None and self.optional:
-            return
-        accepted = (int, float) if self.type is float else (self.type,)
-        right_type = isinstance(value, accepted) and (self.type is bool or not isinstance(value, bool))
-        if not right_type:
-            kind = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}[self.type]
-            raise ArgumentError(f"{name} must be {kind}, not {value!r}")
-        if self.choices and value not in self.choices:
-            refused = REFUSED_VALUES.get(self.name, {}).get(value)
-            valid = ", ".join(self.choices)
-            if refused:
-                raise ArgumentError(f"{name} {value} {refused}; valid: {valid}")
-            raise ArgumentError(
-                f"{name}: unknown value {value!r}{suggestion(str(value), self.choices)}; valid: {valid}"
-            )
-        if self.type is str and not value.strip():
-            raise ArgumentError(f"{name} must not be empty")
-        if self.type in (int, float):
-            self._check_range(name, value)
-
-    def _check_range(self, name: str, value: float) -> None:
-        low, high, above = self.flag.minimum, self.flag.maximum, self.flag.above
-        # Written so that NaN fails every comparison.
-        if low is not None and not value >= low:
-            raise ArgumentError(f"{name} must be {low} or more, not {value}")
-        if above is not None and not value > above:
-            raise ArgumentError(f"{name} must be more than {above}, not {value}")
-        if high is not None and not value <= high:
-            raise ArgumentError(f"{name} must be {high} or less, not {value}")
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ServerArgs:
     """What the user asked for. Every field is validated when the object is made.
 
@@ -120,9 +54,79 @@ class ServerArgs:
         str, Flag("Model name in /v1/models and in responses. Default: the value of --model-path.")
     ] = ""
     skip_server_warmup: Annotated[bool, Flag("Answer requests without a warm-up request before.")] = False
+    api_key: Annotated[
+        str | None,
+        Flag(
+            "Key that requests must bring (`Authorization: Bearer KEY`). Free without one are /health, "
+            "/health_generate, /ready and /metrics.",
+            secret=True,
+        ),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Flag(
+            "Key that administrative requests must bring instead of --api-key: /flush_cache, /abort_request, "
+            "/update_weights_from_disk.",
+            secret=True,
+        ),
+    ] = None
+    fastapi_root_path: Annotated[
+        str | None, Flag("Path, such as /llm, under which a reverse proxy shows the server and which it takes off.")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Flag("PEM file of the private key: with --ssl-certfile the server speaks TLS.")
+    ] = None
+    ssl_certfile: Annotated[str | None, Flag("PEM file of the certificate, with its chain.")] = None
+    ssl_ca_certs: Annotated[
+        str | None, Flag("PEM file of authorities: clients must show a certificate that one of them has signed.")
+    ] = None
+    ssl_keyfile_password: Annotated[str | None, Flag("Password of --ssl-keyfile.", secret=True)] = None
+    enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics at /metrics.")] = False
+
+    # OpenAI endpoints
+    chat_template: Annotated[
+        str | None,
+        Flag("Chat template: a file (.jinja, or .json with chat_template) or the text itself. Default: the model's."),
+    ] = None
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3", "mistral", "qwen", "qwen25"] | None,
+        Flag(
+            "Format in which the model calls tools. Default: the one that the chat template teaches, if that is one of "
+            "these."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal["deepseek-r1", "qwen3", "qwen3-thinking"] | None,
+        Flag(
+            "Format of the model's thoughts, which then come as reasoning_content. Default: they stay in the content."
+        ),
+    ] = None
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        Flag(
+            "Sampling parameters that a request leaves out. model: what generation_config.json recommends; openai: "
+            "temperature 1, top_p 1 and so on."
+        ),
+    ] = "model"
+
+    # Logging
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], Flag("Least level that is logged.")
     ] = "info"
+    log_level_http: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None,
+        Flag("The same for the log of HTTP accesses, whose lines have level info. Default: --log-level."),
+    ] = None
+    log_requests: Annotated[bool, Flag("Log every request when it comes and when it has finished.")] = False
+    log_requests_level: Annotated[
+        int,
+        Flag(
+            "What --log-requests tells. 0: neither prompts, outputs nor sampling parameters; 1: sampling parameters "
+            "too; 2: prompts and outputs too, their first 2048 characters; 3: all of them.",
+            minimum=0,
+            maximum=3,
+        ),
+    ] = 2
 
     # Arithmetic
     device: Annotated[
@@ -165,7 +169,21 @@ class ServerArgs:
             bare="on",
         ),
     ] = "cached"
-    attention_backend: Annotated[Literal["torch_native"], Flag("Kernel of the attention.")] = "torch_native"
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "torch_native"],
+        Flag("Kernel of the attention; auto takes the best one that runs here."),
+    ] = "auto"
+    grammar_backend: Annotated[
+        Literal["xgrammar", "none"],
+        Flag("What follows json_schema, regex, ebnf and structural_tag; with none such requests are refused."),
+    ] = "xgrammar"
+    constrained_json_disable_any_whitespace: Annotated[
+        bool, Flag("JSON of a json_schema has one space behind commas and colons, and no other white space.")
+    ] = False
+    constrained_json_max_whitespace_cnt: Annotated[
+        int | None,
+        Flag("Most white space at one place in JSON of a json_schema. Default: no limit.", minimum=1),
+    ] = None
     # Drawn when the object is made, so that every process gets the same one.
     random_seed: Annotated[
         int, Flag("Seed of sampling and of dummy weights. Default: a random one.", minimum=0, maximum=2**32 - 1)
@@ -185,6 +203,10 @@ class ServerArgs:
     ] = None
     max_running_requests: Annotated[
         int | None, Flag("Requests that run at the same time. Default: depends on the KV cache's size.", minimum=1)
+    ] = None
+    max_queued_requests: Annotated[
+        int | None,
+        Flag("Requests that wait to run; a further one is answered with HTTP 503. Default: no limit.", minimum=1),
     ] = None
     chunked_prefill_size: Annotated[
         int, Flag("Prompt tokens computed in one step, a longer prompt takes several. -1: no limit.", minimum=-1)
@@ -221,6 +243,18 @@ class ServerArgs:
             raise ArgumentError(
                 f"--max-total-tokens {self.max_total_tokens} is less than one page (--page-size {self.page_size})"
             )
+        if self.constrained_json_disable_any_whitespace and self.constrained_json_max_whitespace_cnt is not None:
+            raise ArgumentError(
+                "--constrained-json-max-whitespace-cnt says nothing with --constrained-json-disable-any-whitespace"
+            )
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ArgumentError("--ssl-keyfile and --ssl-certfile belong together: give both or neither")
+        for name in ("ssl_ca_certs", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_keyfile is None:
+                raise ArgumentError(f"--{name.replace('_', '-')} says nothing without --ssl-keyfile and --ssl-certfile")
+        root = self.fastapi_root_path
+        if root is not None and (not root.startswith("/") or root.endswith("/")):
+            raise ArgumentError(f"--fastapi-root-path must begin with / and not end with one, not {root!r}")
         if self.device == "cuda" or self.tp_size > 1:
             from sglang.srt.platforms import gpu_count, resolve_device
 
@@ -247,10 +281,20 @@ class ServerArgs:
                 raise ArgumentError(f"{spec.name} is required")
         return cls(**given)
 
+    def shown(self) -> dict[str, Any]:
+        """Every argument by its field's name, secrets hidden."""
+        values = {spec.name: getattr(self, spec.name) for spec in field_specs()}
+        secret = {spec.name for spec in field_specs() if spec.flag.secret}
+        return {name: HIDDEN if name in secret and value is not None else value for name, value in values.items()}
+
+    def __repr__(self) -> str:
+        return f"ServerArgs({', '.join(f'{name}={value!r}' for name, value in self.shown().items())})"
+
     def url(self) -> str:
         """The address under which this machine reaches the server, without a trailing slash."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
 
 @lru_cache(maxsize=1)
@@ -279,16 +323,11 @@ def field_specs() -> tuple[FieldSpec, ...]:
     return tuple(specs)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the nearest of ``known``; empty where none is near."""
-    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _unknown(flag: str, written: str, known: Iterable[str]) -> str:
     if flag in REPLACED_FLAGS:
         return f"{written} is not an argument of this server; use {REPLACED_FLAGS[flag]}"
-    if is_upstream_flag(flag):
+    ours = {name for spec in field_specs() for name in spec.names}
+    if is_upstream_flag(flag) and flag not in ours:
         return f"{written} is known from SGLang but not supported by this version"
     return f"unknown argument {written}{suggestion(written, known)}"
 

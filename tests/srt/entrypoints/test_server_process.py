@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import trustme
 
 from fake_scheduler import MAX_REQ_INPUT_LEN, Fault, run_fake_scheduler
 from http_server_thread import FIXTURE
@@ -148,6 +150,45 @@ def test_start_and_drain(tmp_path: Path, ranks: int) -> None:
         assert not any(map(is_running, pids))
         assert list(server.temporary.iterdir()) == []
         assert "Traceback" not in server.log
+
+
+def test_tls_and_secrets_in_a_log_of_everything(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    pair.private_key_pem.write_to_path(tmp_path / "key.pem")
+    pair.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    arguments = ["--ssl-keyfile", str(tmp_path / "key.pem"), "--ssl-certfile", str(tmp_path / "cert.pem")]
+    arguments += ["--ssl-keyfile-password", "buckwheat", "--api-key", "sesame", "--admin-api-key", "barley"]
+    arguments += [
+        "--log-level",
+        "debug",
+        "--log-requests",
+        "--log-requests-level",
+        "3",
+        "--skip-server-warmup",
+        "--random-seed",
+        "5",
+    ]
+    with running(tmp_path, *arguments) as server:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        plain, server.http = (
+            server.http,
+            httpx.Client(base_url=f"https://127.0.0.1:{server.port}", timeout=30, verify=context),
+        )
+        server.wait("/health", 200)
+        headers = {"authorization": "Bearer sesame"}
+        assert server.http.post("/generate", json=SHORT, headers=headers).status_code == 200
+        assert server.http.post("/generate", json=SHORT, headers={"authorization": "Bearer oats"}).status_code == 401
+        assert server.http.get("/server_info", headers={**headers, "x-junk": "\x7f" * 3000}).status_code in (200, 400)
+        with pytest.raises(httpx.TransportError):
+            plain.get("/health")
+        plain.close()
+        server.signal(signal.SIGTERM)
+        assert server.exit_status() == 0
+        assert "server_args=ServerArgs(" in server.log and "Receive: obj=" in server.log
+        assert f"https://127.0.0.1:{server.port}" in server.log
+        assert not [secret for secret in ("sesame", "barley", "buckwheat", "oats") if secret in server.log]
 
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ def top_logprobs(tokens: list[int], k: int) -> list[tuple[float, int]]:
     return sorted(((logprob(tokens, t), t) for t in range(VOCAB)), reverse=True)[:k]
 
 
+def logprobs_of_ids(tokens: list[int], ids: list[int]) -> list[tuple[float, int]]:
+    return [(logprob(tokens, token_id), token_id) for token_id in ids]
+
+
 @dataclass
 class Result:
     """Everything that came for one request."""
@@ -61,6 +65,8 @@ class Result:
     input_top_logprobs: list[Any] | None = None
     output_token_logprobs: list[Any] = field(default_factory=list)
     output_top_logprobs: list[Any] = field(default_factory=list)
+    input_token_ids_logprobs: list[Any] | None = None
+    output_token_ids_logprobs: list[Any] = field(default_factory=list)
     messages: int = 0
 
 
@@ -77,6 +83,10 @@ def expected(recv: TokenizedGenerateReqInput, room: int) -> Result:
         ]
         if top:
             result.input_top_logprobs = [None if p == start else top_logprobs(tokens[:p], top) for p in positions]
+        if ids := recv.token_ids_logprob:
+            result.input_token_ids_logprobs = [
+                None if p == start else logprobs_of_ids(tokens[:p], ids) for p in positions
+            ]
     while result.finish_reason is None:
         token = next_token(tokens)
         if limit:
@@ -85,6 +95,8 @@ def expected(recv: TokenizedGenerateReqInput, room: int) -> Result:
                 result.output_token_logprobs.append((logprob(tokens, token), token))
                 if recv.top_logprobs_num:
                     result.output_top_logprobs.append(top_logprobs(tokens, recv.top_logprobs_num))
+                if recv.token_ids_logprob:
+                    result.output_token_ids_logprobs.append(logprobs_of_ids(tokens, recv.token_ids_logprob))
             tokens.append(token)
         if len(result.output_ids) >= limit:
             result.finish_reason = {"type": "length", "length": limit}
@@ -117,7 +129,7 @@ class FakeModelRunner:
         kv = torch.stack([batch.input_ids, batch.positions], dim=1).float()
         batch.token_to_kv_pool.set_kv_buffer(self.layer, batch.out_cache_loc, kv, kv)
         logits = torch.zeros(batch.batch_size, VOCAB)
-        output = LogitsProcessorOutput(logits, [], [])
+        output = LogitsProcessorOutput(logits, [], [], [])
         self._sequences: list[list[int]] = []
         begin = 0
         for i, (length, new) in enumerate(zip(batch.seq_lens_list, batch.extend_seq_lens, strict=True)):
@@ -142,6 +154,7 @@ class FakeModelRunner:
         assert all(end <= len(tokens) for end in ends)
         output.input_token_logprobs.append([logprob(tokens[:e], t) for e, t in zip(ends, targets, strict=True)])
         output.input_top_logprobs.append([top_logprobs(tokens[:e], batch.top_logprobs_nums[i]) for e in ends])
+        output.input_token_ids_logprobs.append([logprobs_of_ids(tokens[:e], batch.token_ids_logprobs[i]) for e in ends])
 
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
         assert batch.sampling_info.is_all_greedy
@@ -152,6 +165,9 @@ class FakeModelRunner:
             output.next_token_logprobs = [logprob(tokens, token) for tokens, token in pairs]
             output.next_top_logprobs = [
                 top_logprobs(tokens, k) for (tokens, _), k in zip(pairs, batch.top_logprobs_nums, strict=True)
+            ]
+            output.next_token_ids_logprobs = [
+                logprobs_of_ids(tokens, ids) for (tokens, _), ids in zip(pairs, batch.token_ids_logprobs, strict=True)
             ]
         return token_ids
 
@@ -171,6 +187,9 @@ class FakeChannel:
     def send(self, message: BatchTokenIDOutput | ControlReply) -> None:
         self.sent.append(decode_to_tokenizer(encode(message)))
 
+    def post(self, message: Any) -> None:
+        self.inbox.append(message)
+
 
 class Harness:
     """A scheduler with a fake model, driven step by step."""
@@ -183,10 +202,13 @@ class Harness:
         rows: int = 8,
         chunk: int = -1,
         radix: bool = True,
+        max_queued: int | None = None,
     ) -> None:
         self.runner = FakeModelRunner(size, page_size, context_len, rows)
         self.channel = FakeChannel()
-        server_args: Any = SimpleNamespace(chunked_prefill_size=chunk, disable_radix_cache=not radix)
+        server_args: Any = SimpleNamespace(
+            chunked_prefill_size=chunk, disable_radix_cache=not radix, max_queued_requests=max_queued
+        )
         config: Any = SimpleNamespace(context_len=context_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
         self.scheduler = Scheduler(server_args, config, self.runner, self.channel)  # type: ignore[arg-type]
         self.requests: dict[str, TokenizedGenerateReqInput] = {}
@@ -196,7 +218,7 @@ class Harness:
     def add(self, prompt: list[int], max_new_tokens: int | None = 8, **options: Any) -> str:
         """Queue a request; ``options`` are those of the message or of the sampling parameters."""
         fields = {k: options.pop(k) for k in list(options) if k in TokenizedGenerateReqInput.__struct_fields__}
-        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **options)
+        params = SamplingParams(max_new_tokens=max_new_tokens, **{"temperature": 0.0, **options})
         rid = f"r{len(self.requests)}"
         recv = TokenizedGenerateReqInput(rid=rid, input_ids=prompt, sampling_params=params, **fields)
         self.requests[rid] = recv
@@ -245,6 +267,8 @@ class Harness:
             assert got.input_top_logprobs == want.input_top_logprobs, rid
             assert got.output_token_logprobs == want.output_token_logprobs, rid
             assert got.output_top_logprobs == want.output_top_logprobs, rid
+            assert got.input_token_ids_logprobs == want.input_token_ids_logprobs, rid
+            assert got.output_token_ids_logprobs == want.output_token_ids_logprobs, rid
 
     def _collect(self) -> None:
         for message in self.channel.sent:
@@ -263,6 +287,8 @@ class Harness:
                     assert got.messages == 1, "input log-probabilities come with the first message"
                     got.input_token_logprobs = out.input_token_logprobs
                     got.input_top_logprobs = out.input_top_logprobs
+                    got.input_token_ids_logprobs = out.input_token_ids_logprobs
                 got.output_token_logprobs += out.output_token_logprobs or []
                 got.output_top_logprobs += out.output_top_logprobs or []
+                got.output_token_ids_logprobs += out.output_token_ids_logprobs or []
         self.channel.sent = [m for m in self.channel.sent if not isinstance(m, BatchTokenIDOutput)]

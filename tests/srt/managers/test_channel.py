@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import zmq
@@ -89,6 +90,22 @@ def test_a_signal_ends_the_wait(channel: ZmqChannel) -> None:
         signal.signal(signal.SIGUSR1, previous)
 
 
+def test_what_is_posted_comes_with_the_next_messages_and_ends_the_wait(
+    channel: ZmqChannel, other_end: OtherEnd
+) -> None:
+    channel.post(MESSAGES[1])
+    assert channel.recv(block=True) == [MESSAGES[1]]
+    assert channel.recv(block=False) == []
+
+
+def test_sockets_are_the_owners(other_end: OtherEnd, channel: ZmqChannel) -> None:
+    for address in (other_end.ports.scheduler_input_ipc, other_end.ports.tokenizer_ipc):
+        socket = Path(address.removeprefix("ipc://"))
+        assert socket.is_socket()
+        folder = socket.parent.stat()
+        assert (folder.st_mode & 0o777, folder.st_uid) == (0o700, os.getuid())
+
+
 def test_sigterm_is_one_message(channel: ZmqChannel) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert channel.recv(block=True) == [ShutdownReq()]
@@ -114,11 +131,16 @@ def test_ranks_get_the_same_messages_in_the_same_turns(other_end: OtherEnd) -> N
         other_end.push.send(encode(message))
     while sum(map(len, expected)) < len(MESSAGES):
         expected.append(leader.recv(block=True))
+    late = AbortReq(rid="late", message="It took too long.", status_code=503)
+    leader.post(late)
+    follower.post(AbortReq(rid="a follower's clock decides nothing"))
+    expected.append(leader.recv(block=True))
     os.kill(os.getpid(), signal.SIGTERM)
     while ShutdownReq() not in expected[-1]:
         expected.append(leader.recv(block=False))
     thread.join(10)
-    assert turns == expected and expected[0] == [] and list(chain.from_iterable(expected)) == [*MESSAGES, ShutdownReq()]
+    assert turns == expected and expected[0] == []
+    assert list(chain.from_iterable(expected)) == [*MESSAGES, late, ShutdownReq()]
     for channel in (follower, leader):
         channel.send(ControlReply(call_id=str(channel is leader), success=True))
     assert other_end.pull.poll(10_000)

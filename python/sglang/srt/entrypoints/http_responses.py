@@ -13,9 +13,11 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from sglang.srt.entrypoints.auth import AuthenticationError
 from sglang.srt.errors import RequestError
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import close
+from sglang.srt.request_validation import decode_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,11 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+
+MAX_BODY_BYTES = 64 << 20
+# A longer body is read on, and dropped, up to this many times as much: who still sends doesn't see an answer.
+_READ_TIMES = 16
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 100
 
 
 class JsonResponse(Response):
@@ -41,8 +48,22 @@ class ModelNotFoundError(RequestError):
         super().__init__(f"The model `{name}` does not exist; this server serves `{served}`.", "model")
 
 
+class BodyTooLargeError(RequestError):
+    """A request's body is longer than MAX_BODY_BYTES (HTTP 413)."""
+
+
+class NotSupportedError(Exception):
+    """SGLang has this, this server has not."""
+
+    def __init__(self, message: str, status: int = 501) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """OpenAI's error object. It may quote the client, who may have sent megabytes."""
+    message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
+    param = param if param is None or len(param) <= MAX_PARAM_CHARS else f"{param[:MAX_PARAM_CHARS]}..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -50,6 +71,12 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and body for an exception."""
     if isinstance(error, ModelNotFoundError):
         return 404, error_body(str(error), "invalid_request_error", error.param, "model_not_found")
+    if isinstance(error, BodyTooLargeError):
+        return 413, error_body(str(error), "invalid_request_error")
+    if isinstance(error, AuthenticationError):
+        return 401, error_body(str(error), "invalid_request_error", code="invalid_api_key")
+    if isinstance(error, NotSupportedError):
+        return error.status, error_body(str(error), "not_supported_error")
     if isinstance(error, RequestError):
         return 400, error_body(str(error), "invalid_request_error", error.param)
     if isinstance(error, ServiceError):
@@ -63,7 +90,32 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     status, body = describe_error(error)
-    return JsonResponse(body, status)
+    return JsonResponse(body, status, _HEADERS.get(status))
+
+
+# What else a client should know of an error. In a second a queue may have room, or a starting server may be ready.
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}, 503: {"retry-after": "1"}}
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object that is the request's body.
+
+    Raises:
+        RequestError: it is none, or it is too long.
+        ClientDisconnect: the client hung up before it had sent everything.
+    """
+    body, length = bytearray(), 0
+    async for chunk in request.stream():
+        length += len(chunk)
+        if length <= MAX_BODY_BYTES:
+            body += chunk
+        elif length > _READ_TIMES * MAX_BODY_BYTES:
+            break
+    if length > MAX_BODY_BYTES:
+        raise BodyTooLargeError(
+            f"The request body is longer than {MAX_BODY_BYTES >> 20} MiB; send the prompts in several requests."
+        )
+    return decode_json_object(bytes(body))
 
 
 def sse(data: Any) -> bytes:

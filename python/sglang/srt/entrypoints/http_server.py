@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -14,6 +15,8 @@ import uvicorn
 from sglang.srt.entrypoints.http_app import HttpServer
 from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.entrypoints.scheduler_process import RunScheduler
+from sglang.srt.entrypoints.startup_table import startup_table
+from sglang.srt.errors import StartupError
 from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
@@ -48,6 +51,7 @@ def launch_server(
     """
     configure_logging(server_args.log_level)
     logger.info("server_args=%s", server_args)
+    _check_tls(server_args)
     with contextlib.closing(listen_on(server_args.host, server_args.port)) as listener:
         runtime = Runtime(server_args, run_scheduler)
         loop = _new_event_loop()
@@ -56,6 +60,23 @@ def launch_server(
         finally:
             runtime.stop(grace=0)
             loop.close()
+
+
+def _check_tls(args: ServerArgs) -> None:
+    """Raise StartupError unless the files of --ssl-* can be used."""
+    if args.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: args.ssl_keyfile_password or "")
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = ", ".join(file for file in (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs) if file)
+        raise StartupError(
+            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs ({files}) can't be used: {error}. They must be PEM "
+            "files, certificate and key of each other; an encrypted key needs --ssl-keyfile-password"
+        ) from None
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -74,8 +95,14 @@ async def _serve(runtime: Runtime, listener: socket.socket, on_ready: Callable[[
         application.app,
         host=args.host,
         port=args.port,
+        root_path=args.fastapi_root_path or "",
         log_config=None,
-        log_level=args.log_level,
+        log_level=args.log_level_http or args.log_level,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if args.ssl_ca_certs is not None else ssl.CERT_NONE,
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=5,
@@ -109,7 +136,10 @@ async def _live(
     starting.result()
 
     application.ready = True
-    logger.info("Listening on http://%s:%d (Ctrl-C stops)", runtime.server_args.host, runtime.server_args.port)
+    args = runtime.server_args
+    logger.info("Serving\n%s", startup_table(args, runtime.model_config, runtime.scheduler_info))
+    scheme = "http" if args.ssl_certfile is None else "https"
+    logger.info("Listening on %s://%s:%d (Ctrl-C stops)", scheme, args.host, args.port)
     logger.info("The server is fired up and ready to roll!")
     on_ready()
     await _first_of(signals.first, runtime.death, serving)

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang import __version__
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.entrypoints.openai.settings import OpenAISettings
 from sglang.srt.entrypoints.scheduler_process import RunScheduler, SchedulerProcesses
 from sglang.srt.errors import RequestError, StartupError
 from sglang.srt.layers.quantization import get_quantization
@@ -17,10 +19,14 @@ from sglang.srt.managers.generate_request import parse_generate_request
 from sglang.srt.managers.hf_tokenizer import get_tokenizer
 from sglang.srt.managers.io_struct import PortArgs
 from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.scheduler_channel import SchedulerChannel
 from sglang.srt.managers.scheduler_main import run_scheduler_process
-from sglang.srt.managers.tokenizer_manager import SchedulerChannel, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.weight_update_request import UpdateWeightsRequest
+from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.cache_folder import ensure_cache_folder
+from sglang.srt.utils.request_logger import RequestLogger
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,7 @@ class Runtime:
     def __init__(self, server_args: ServerArgs, run_scheduler: RunScheduler = run_scheduler_process) -> None:
         self.server_args = server_args
         self.model_config = ModelConfig.from_server_args(server_args)
+        ensure_cache_folder()
         quantized = get_quantization(self.model_config, server_args) is not None
         initialize_fp4_gemm_config(server_args, self.model_config.dtype, quiet=not quantized)
         own_tokenizer = server_args.tokenizer_path == server_args.model_path
@@ -46,6 +53,7 @@ class Runtime:
             trust_remote_code=server_args.trust_remote_code,
             revision=server_args.revision if own_tokenizer else None,
         )
+        self.openai = OpenAISettings.create(server_args, self.tokenizer, self.model_config)
         self._run_scheduler = run_scheduler
         self._port_args: PortArgs | None = None
         self._channel: SchedulerChannel | None = None
@@ -53,6 +61,7 @@ class Runtime:
         self._processes: SchedulerProcesses | None = None
         self._death: asyncio.Future[str] | None = None
         self.scheduler_info: dict[str, Any] = {}
+        self.metrics: MetricsCollector | None = None
         self.weight_version = "default"
 
     @property
@@ -77,18 +86,35 @@ class Runtime:
         self._manager = TokenizerManager(
             self.tokenizer, self.model_config.vocab_size, self.model_config.context_len, self._channel
         )
+        if self.server_args.grammar_backend == "xgrammar":
+            self._manager.grammars = GrammarManager(
+                self._manager.decoder,
+                self.model_config.vocab_size,
+                self.model_config.eos_token_ids,
+                any_whitespace=not self.server_args.constrained_json_disable_any_whitespace,
+                max_whitespace_cnt=self.server_args.constrained_json_max_whitespace_cnt,
+            )
         self._processes = SchedulerProcesses(self._run_scheduler, self.server_args, self._port_args)
         info = await self._processes.ready()
         self._death = asyncio.ensure_future(self._watch(self._processes, self._manager))
         self.scheduler_info = {name: value for name, value in info.items() if name != "status"}
         self._manager.max_req_input_len = info.get("max_req_input_len", self._manager.max_req_input_len)
+        self._observe(self._manager)
         self._manager.start()
         if not self.server_args.skip_server_warmup:
             await self._warm_up()
 
+    def _observe(self, manager: TokenizerManager) -> None:
+        args = self.server_args
+        if args.enable_metrics:
+            self.metrics = MetricsCollector(args.served_model_name, self.scheduler_info)
+            manager.observers.append(self.metrics)
+        if args.log_requests:
+            manager.observers.append(RequestLogger(args.log_requests_level))
+
     async def _warm_up(self) -> None:
         try:
-            async for _ in self.manager.generate(parse_generate_request(WARMUP_REQUEST)):
+            async for _ in self.manager.generate(parse_generate_request(WARMUP_REQUEST), log_metrics=False):
                 pass
         except RequestError as error:  # a context too small for the request says nothing against the server
             logger.warning("The warm-up request was skipped: %s", error)
@@ -123,7 +149,7 @@ class Runtime:
     async def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``: the arguments, what the scheduler reported, and its state now."""
         return {
-            **dataclasses.asdict(self.server_args),
+            **self.server_args.shown(),
             **self.scheduler_info,
             "internal_states": [await self.manager.internal_state()],
             "version": __version__,
@@ -133,6 +159,8 @@ class Runtime:
         """End the scheduler (by force after ``grace`` seconds) and remove the sockets. Safe to call at any time."""
         if self._death is not None and not self._death.done():
             self._death.cancel()
+        if self._manager is not None and self._manager.grammars is not None:
+            self._manager.grammars.close()
         if self._processes is not None:
             self._processes.stop(grace)
             self._processes = None

@@ -29,6 +29,9 @@ class Channel(Protocol):
 
     def send(self, message: ToTokenizer) -> None: ...
 
+    def post(self, message: ToScheduler) -> None:
+        """Have ``message`` arrive with the next :meth:`recv`, on every rank if this is rank 0, else on none."""
+
     def close(self) -> None: ...
 
 
@@ -54,16 +57,17 @@ class ZmqChannel:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         self._poller.register(self._wakeup_reader, zmq.POLLIN)
         self._terminated = False
+        self._posted: list[ToScheduler] = []
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, *_: object) -> None:
         self._terminated = True
 
     def recv(self, block: bool) -> list[ToScheduler]:
-        ready = dict(self._poller.poll(None if block else 0))
+        messages, self._posted = self._posted, []
+        ready = dict(self._poller.poll(None if block and not messages else 0))
         if self._wakeup_reader in ready:
             os.read(self._wakeup_reader, 4096)
-        messages: list[ToScheduler] = []
         if self._terminated:
             self._terminated = False
             messages.append(ShutdownReq())
@@ -77,6 +81,9 @@ class ZmqChannel:
 
     def send(self, message: ToTokenizer) -> None:
         self._push.send(encode(message))
+
+    def post(self, message: ToScheduler) -> None:
+        self._posted.append(message)
 
     def close(self) -> None:
         """Close the sockets; what was sent last still has a second to leave."""
@@ -111,6 +118,10 @@ class RankChannel:
     def send(self, message: ToTokenizer) -> None:
         if self._zmq is not None:
             self._zmq.send(message)
+
+    def post(self, message: ToScheduler) -> None:
+        if self._zmq is not None:
+            self._zmq.post(message)
 
     def close(self) -> None:
         if self._zmq is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.constrained.xgrammar_backend import GrammarSource, Vocabulary
 from sglang.srt.errors import StartupError
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -38,7 +39,10 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         parent = tempfile.gettempdir()
         if len(parent) > _LONGEST_SOCKET_FOLDER:
             raise StartupError(f"{parent} is too long a path for sockets; set TMPDIR to a shorter one")
-        folder = tempfile.mkdtemp(prefix="sglang-", dir=parent)
+        try:
+            folder = tempfile.mkdtemp(prefix="sglang-", dir=parent)
+        except OSError as error:
+            raise StartupError(f"can't make a folder for sockets in {parent}: {error.strerror}; set TMPDIR") from None
         return cls(
             scheduler_input_ipc=f"ipc://{folder}/scheduler",
             tokenizer_ipc=f"ipc://{folder}/tokenizer",
@@ -54,7 +58,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, tag=True, kw_only=True):
     """One request, tokenised and validated.
 
     ``logprob_start_len`` is the first prompt position whose log-probability is wanted; ``len(input_ids)`` means
-    none (output tokens only).
+    none (output tokens only). ``token_ids_logprob``: tokens whose log-probability is wanted at every position.
+    ``grammar`` is the number of a :class:`LoadGrammarReq` that the output has to follow.
     """
 
     rid: str
@@ -63,12 +68,30 @@ class TokenizedGenerateReqInput(msgspec.Struct, tag=True, kw_only=True):
     return_logprob: bool = False
     logprob_start_len: int = 0
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
+    grammar: int | None = None
 
 
 class AbortReq(msgspec.Struct, tag=True, kw_only=True):
     """Stop a request and free what it holds; unknown ids are ignored (it may just have finished)."""
 
     rid: str
+    message: str = "The request was aborted."
+    status_code: int = 499
+
+
+class LoadVocabularyReq(msgspec.Struct, tag=True, kw_only=True):
+    """For which grammars are compiled; comes once, before the first of them."""
+
+    vocabulary: Vocabulary
+
+
+class LoadGrammarReq(msgspec.Struct, tag=True, kw_only=True):
+    """A grammar that has been tried; ``forget`` has the numbers of those that will not be asked for again."""
+
+    number: int
+    source: GrammarSource
+    forget: list[int] = []
 
 
 class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
@@ -128,17 +151,43 @@ class ReqOutput(msgspec.Struct, kw_only=True):
     input_top_logprobs: list[TopLogprobs] | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[TopLogprobs] | None = None
+    input_token_ids_logprobs: list[TopLogprobs] | None = None
+    output_token_ids_logprobs: list[TopLogprobs] | None = None
+
+
+class LoadSnapshot(msgspec.Struct, kw_only=True):
+    """What a scheduler is doing, by SGLang's names of ``/v1/loads``.
+
+    Attributes:
+        num_used_tokens: KV slots that requests hold; ``token_usage`` the same as a part of all slots.
+        num_evictable_tokens: KV slots that only the prefix cache holds.
+        gen_throughput: tokens per second in decode steps, measured lately; 0 while nothing runs.
+        cache_hit_rate: part of the last prefill's prompt tokens that the prefix cache saved.
+        num_retracted_reqs: since the start.
+    """
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
+    num_evictable_tokens: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+    num_retracted_reqs: int = 0
 
 
 class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True):
-    """What one scheduler step produced, for all requests that have something new."""
+    """What one scheduler step produced, for all requests that have something new, and the load after it."""
 
     outputs: list[ReqOutput]
+    load: LoadSnapshot = msgspec.field(default_factory=LoadSnapshot)
 
 
 ToScheduler = (
     TokenizedGenerateReqInput
     | AbortReq
+    | LoadVocabularyReq
+    | LoadGrammarReq
     | FlushCacheReq
     | UpdateWeightFromDiskReqInput
     | GetInternalStateReq

@@ -51,9 +51,13 @@ class ReqState:
         self.input_top_logprobs: list[list[LogprobTriple] | None] = []
         self.output_token_logprobs: list[LogprobTriple] = []
         self.output_top_logprobs: list[list[LogprobTriple] | None] = []
+        self.input_token_ids_logprobs: list[list[LogprobTriple] | None] = []
+        self.output_token_ids_logprobs: list[list[LogprobTriple] | None] = []
         self._decoder = decoder
         params = request.sampling_params
-        self._detokenizer = IncrementalDetokenizer(decoder, input_ids, params.stop, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            decoder, input_ids, params.stop, params.skip_special_tokens, params.stop_regex, params.no_stop_trim
+        )
         self._texts: list[str] = []
         self._taken_texts = 0
         self._taken_tokens = 0
@@ -63,6 +67,11 @@ class ReqState:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def failed(self) -> bool:
+        """It ended with an error, which :meth:`raise_if_failed` raises."""
+        return self.finish_reason is not None and "status_code" in self.finish_reason
 
     @property
     def text(self) -> str:
@@ -78,11 +87,14 @@ class ReqState:
         ids = out.output_ids
         reason = out.finish_reason
         self.cached_tokens = out.cached_tokens
-        # A matched stop token belongs to the output, but its text does not (SGLang's default, no_stop_trim off).
-        ends_with_stop_token = (
-            reason is not None and reason["type"] == "stop" and isinstance(reason.get("matched"), int) and bool(ids)
+        # A matched stop token belongs to the output, but its text does not.
+        trimmed = (
+            not self.request.sampling_params.no_stop_trim
+            and reason is not None
+            and reason["type"] == "stop"
+            and isinstance(reason.get("matched"), int)
         )
-        text, used = self._detokenizer.feed(ids[:-1] if ends_with_stop_token else ids)
+        text, used = self._detokenizer.feed(ids[:-1] if trimmed else ids)
         if self._detokenizer.matched is None:
             used = len(ids)
             if reason is not None:
@@ -112,6 +124,9 @@ class ReqState:
         if self.request.top_logprobs_num:
             self.input_top_logprobs += map(self._top_triples, out.input_top_logprobs or ())
             self.output_top_logprobs += map(self._top_triples, (out.output_top_logprobs or [])[:used])
+        if self.request.token_ids_logprob:
+            self.input_token_ids_logprobs += map(self._top_triples, out.input_token_ids_logprobs or ())
+            self.output_token_ids_logprobs += map(self._top_triples, (out.output_token_ids_logprobs or [])[:used])
 
     def _triples(self, pairs: Sequence[TokenLogprob]) -> list[LogprobTriple]:
         if self.request.return_text_in_logprobs:
@@ -156,6 +171,9 @@ class ReqState:
             if self.request.top_logprobs_num:
                 meta_info["input_top_logprobs"] = self.input_top_logprobs
                 meta_info["output_top_logprobs"] = self.output_top_logprobs
+            if self.request.token_ids_logprob:
+                meta_info["input_token_ids_logprobs"] = self.input_token_ids_logprobs
+                meta_info["output_token_ids_logprobs"] = self.output_token_ids_logprobs
         meta_info["completion_tokens"] = len(self.output_ids)
         meta_info["cached_tokens"] = self.cached_tokens
         if self._latency is not None:
@@ -165,11 +183,12 @@ class ReqState:
 
 class RequestGroup:
     """The sequences of one call and its single waiter, woken at most once per scheduler step: for every piece of news
-    if ``stream``, else only at the end."""
+    if ``stream``, else at the end or when one has failed. Observers are told of it if ``log_metrics``."""
 
-    def __init__(self, states: list[ReqState], stream: bool) -> None:
+    def __init__(self, states: list[ReqState], stream: bool, log_metrics: bool = True) -> None:
         self.states = states
-        self._stream = stream
+        self.stream = stream
+        self.log_metrics = log_metrics
         self._running = len(states)
         self._news: dict[int, ReqState] = {}
         self._wake = asyncio.Event()
@@ -178,7 +197,7 @@ class RequestGroup:
     def notify(self, state: ReqState) -> None:
         """``state`` changed."""
         self._running -= state.finished
-        if self._stream or not self._running:
+        if self.stream or not self._running or state.failed:
             self._news[state.index] = state
             self._wake.set()
 
@@ -207,10 +226,9 @@ class RequestGroup:
         """All sequences, finished.
 
         Raises:
-            RequestError, ServiceError: one of them failed.
+            RequestError, ServiceError: one of them failed; the others may still run.
         """
-        while await self.news():
-            pass
-        for state in self.states:
-            state.raise_if_failed()
+        while news := await self.news():
+            for state in news:
+                state.raise_if_failed()
         return self.states

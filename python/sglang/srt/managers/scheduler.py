@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.environ import envs
 from sglang.srt.managers.channel import Channel
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -22,12 +24,16 @@ from sglang.srt.managers.io_struct import (
     ControlReply,
     FlushCacheReq,
     GetInternalStateReq,
+    LoadGrammarReq,
+    LoadSnapshot,
+    LoadVocabularyReq,
     ReqOutput,
     ShutdownReq,
     TokenizedGenerateReqInput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
 )
+from sglang.srt.managers.request_timeouts import RequestTimeouts
 from sglang.srt.managers.schedule_batch import RETRACT_DECODE_STEPS, MemoryPools, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     INIT_NEW_TOKEN_RATIO,
@@ -42,6 +48,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import LogitsProcessorOutput
 from sglang.srt.model_loader.loader import weight_bytes
+from sglang.srt.sampling.sampling_batch_info import why_no_token
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -101,7 +108,11 @@ class Scheduler:
         # The queue's head was refused for lack of memory: not worth asking again before a request leaves.
         self.batch_is_full = False
         self.new_token_ratio = INIT_NEW_TOKEN_RATIO
+        self.max_queued_requests = server_args.max_queued_requests
+        self.timeouts = RequestTimeouts(envs.SGLANG_REQ_WAITING_TIMEOUT.get(), envs.SGLANG_REQ_RUNNING_TIMEOUT.get())
         self.metrics = SchedulerMetrics(self.pools)
+        self.grammars = GrammarBackend()
+        self._sent_load = LoadSnapshot()
         self.shutdown_requested = False
         self._outbox: list[ReqOutput] = []
 
@@ -129,6 +140,9 @@ class Scheduler:
             self.process_batch_result(batch, output, next_token_ids)
         self.last_batch = batch
         self.send_outputs()
+        # Only rank 0's clock decides: the other ranks' channels drop what they post.
+        for abort in self.timeouts.overdue(self.waiting_queue, self._active_reqs()):
+            self.channel.post(abort)
         return batch is not None
 
     def recv_requests(self, block: bool) -> list[ToScheduler]:
@@ -138,8 +152,10 @@ class Scheduler:
 
     def send_outputs(self) -> None:
         outputs, self._outbox = self._outbox, []
-        if outputs:
-            self.channel.send(BatchTokenIDOutput(outputs=outputs))
+        load = self.metrics.load(len(self._active_reqs()), len(self.waiting_queue))
+        if outputs or load != self._sent_load:
+            self._sent_load = load
+            self.channel.send(BatchTokenIDOutput(outputs=outputs, load=load))
 
     def on_idle(self) -> None:
         """Nothing to compute: then nothing may be left, and nothing may be held.
@@ -182,7 +198,11 @@ class Scheduler:
             case TokenizedGenerateReqInput():
                 self._add_request(message)
             case AbortReq():
-                self._abort_request(message.rid)
+                self._abort_request(message)
+            case LoadVocabularyReq():
+                self.grammars.load_vocabulary(message)
+            case LoadGrammarReq():
+                self.grammars.load(message)
             case FlushCacheReq():
                 self.channel.send(ControlReply(call_id=message.call_id, success=self.flush_cache()))
             case UpdateWeightFromDiskReqInput():
@@ -197,18 +217,28 @@ class Scheduler:
         prompt_len, wanted = len(recv.input_ids), recv.sampling_params.max_new_tokens
         room = max(self.max_req_len - prompt_len, 0)
         req = Req(recv, room if wanted is None else min(wanted, room), self.model_config.eos_token_ids)
-        if 1 <= prompt_len <= self.max_req_input_len:
-            self.waiting_queue.append(req)
-        else:
+        if not 1 <= prompt_len <= self.max_req_input_len:
             message = f"The prompt has {prompt_len} tokens; it must have 1 to {self.max_req_input_len}."
             req.abort(message, status_code=400)
             self._outbox.append(req.take_output())
+        elif self.max_queued_requests is not None and len(self.waiting_queue) >= self.max_queued_requests:
+            req.abort("The request queue is full.", status_code=503)
+            self._outbox.append(req.take_output())
+        elif recv.grammar is not None and not self._start_grammar(req, recv.grammar):
+            req.abort(f"Internal error: there is no grammar {recv.grammar}, see the log.", status_code=500)
+            self._outbox.append(req.take_output())
+        else:
+            self.waiting_queue.append(req)
 
-    def _abort_request(self, rid: str) -> None:
+    def _start_grammar(self, req: Req, number: int) -> bool:
+        req.grammar = self.grammars.start(number, req.sampling_params)
+        return req.grammar is not None
+
+    def _abort_request(self, recv: AbortReq) -> None:
         for req in (*self.waiting_queue, *self._active_reqs()):
-            if req.rid != rid:
+            if req.rid != recv.rid:
                 continue
-            req.abort("The request was aborted.", status_code=499)
+            req.abort(recv.message, status_code=recv.status_code)
             if req.req_pool_idx is None:
                 self.waiting_queue.remove(req)
             else:
@@ -344,11 +374,7 @@ class Scheduler:
             if req is batch.chunked_req:
                 continue
             if token_id < 0:
-                req.abort(
-                    "The model computed NaN or infinite logits: its weights are damaged or its dtype's range is too "
-                    "small; try --dtype bfloat16 or float32.",
-                    status_code=500,
-                )
+                req.abort(*why_no_token(req, output.next_token_logits[i]))
                 self._release(req)
                 self._outbox.append(req.take_output())
                 continue

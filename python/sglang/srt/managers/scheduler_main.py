@@ -19,6 +19,7 @@ from sglang.srt.managers.channel import Channel, RankChannel, ZmqChannel
 from sglang.srt.managers.io_struct import PortArgs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_summary import summarize
 from sglang.srt.platforms import resolve_device
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
@@ -54,7 +55,7 @@ def run_scheduler_process(
             logger.exception("The scheduler could not start.")
         ready_writer.send({"status": "error", "message": message, "exit_code": exit_code})
         sys.exit(exit_code)
-    state = scheduler.get_internal_state()
+    state = scheduler.get_internal_state() | summarize(scheduler.model_runner)
     ready_writer.send({"status": "ready", "max_req_input_len": scheduler.max_req_input_len, **state})
     ready_writer.close()
     try:

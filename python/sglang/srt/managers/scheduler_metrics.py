@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from sglang.srt.managers.io_struct import LoadSnapshot
 from sglang.srt.managers.schedule_batch import MemoryPools
 from sglang.srt.managers.schedule_policy import PrefillAdder
 
@@ -20,6 +21,7 @@ class SchedulerMetrics:
         self._pools = pools
         self.num_retracted_reqs = 0
         self.last_gen_throughput = 0.0  # tokens per second
+        self.cache_hit_rate = 0.0  # of the last prefill
         self._forward_ct_decode = 0
         self._num_generated_tokens = 0
         self._last_stats_time = time.perf_counter()
@@ -33,11 +35,26 @@ class SchedulerMetrics:
         """The same as a part of all slots."""
         return self.num_used_tokens() / self._pools.allocator.size
 
+    def load(self, num_running: int, num_queued: int) -> LoadSnapshot:
+        """What the scheduler is doing now."""
+        used = self.num_used_tokens()
+        return LoadSnapshot(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_queued,
+            num_used_tokens=used,
+            num_evictable_tokens=self._pools.tree_cache.evictable_size(),
+            token_usage=used / self._pools.allocator.size,
+            gen_throughput=self.last_gen_throughput if num_running else 0.0,
+            cache_hit_rate=self.cache_hit_rate,
+            num_retracted_reqs=self.num_retracted_reqs,
+        )
+
     def exclude_idle_time(self, seconds: float) -> None:
         """Time spent waiting for requests is no generation time."""
         self._last_stats_time += seconds
 
     def log_prefill(self, adder: PrefillAdder, num_running: int, num_queued: int) -> None:
+        self.cache_hit_rate = adder.log_hit_tokens / (adder.log_hit_tokens + adder.log_input_tokens)
         logger.info(
             "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
             "#queue-req: %d",

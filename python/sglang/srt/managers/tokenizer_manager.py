@@ -4,14 +4,15 @@ every step's output to whoever waits for it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
 
+from sglang.srt.constrained.grammar_manager import Grammar, GrammarManager
 from sglang.srt.errors import RequestError
 from sglang.srt.managers.detokenizer import TokenDecoder
 from sglang.srt.managers.generate_request import GenerateBatch, GenerateRequest, new_rid
@@ -21,15 +22,16 @@ from sglang.srt.managers.io_struct import (
     ControlReply,
     FlushCacheReq,
     GetInternalStateReq,
-    PortArgs,
+    LoadSnapshot,
     TokenizedGenerateReqInput,
-    ToScheduler,
     ToTokenizer,
     UpdateWeightFromDiskReqInput,
-    decode_to_tokenizer,
 )
-from sglang.srt.managers.io_struct import encode as encode_message
+from sglang.srt.managers.request_limits import Limits, tokenized_request
 from sglang.srt.managers.request_state import ReqState, RequestGroup, ServiceError
+from sglang.srt.managers.scheduler_channel import SchedulerChannel
+from sglang.srt.observability.request_observer import RequestObserver
+from sglang.srt.sampling.sampling_params import GRAMMAR_FIELDS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -37,49 +39,10 @@ T = TypeVar("T")
 
 # Above this many characters tokenising would hold up the event loop noticeably.
 _TOKENIZE_IN_THREAD = 10_000
-
-
-class SchedulerChannel:
-    """The two ZMQ sockets of this process, served by the running event loop."""
-
-    def __init__(self, port_args: PortArgs) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pull = self._context.socket(zmq.PULL)
-        self._push = self._context.socket(zmq.PUSH)
-        for socket in (self._pull, self._push):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-        self._pull.bind(port_args.tokenizer_ipc)
-        self._push.connect(port_args.scheduler_input_ipc)
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self, receive: Callable[[ToTokenizer], None]) -> None:
-        """Call ``receive(message)`` for every message, from the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._receive = receive
-        self._loop.add_reader(self._pull.fileno(), self._take_one)
-        # The descriptor signals changes only; what came before is taken now.
-        self._loop.call_soon(self._take_one)
-
-    def _take_one(self) -> None:
-        if self._loop is None:
-            return
-        try:
-            data = self._pull.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        # One message a turn of the loop, so that a fast scheduler leaves room for everything else.
-        self._loop.call_soon(self._take_one)
-        self._receive(decode_to_tokenizer(data))
-
-    def send(self, message: ToScheduler) -> None:
-        self._push.send(encode_message(message), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._pull.fileno())
-        self._loop = None
-        self._context.destroy(linger=0)
+# Tokenising takes about 150 bytes of memory for each character, so what can't fit into the context is not tried.
+CHARS_PER_TOKEN, _LEAST_PROMPT_CHARS = 64, 1 << 20
+# Each of n samples is a message of its own with the prompt in it; bounds what one small request makes of that.
+_MAX_CALL_SIZE = 1 << 25
 
 
 class TokenizerManager:
@@ -90,6 +53,11 @@ class TokenizerManager:
         vocab_size: of the model; token ids at or above it are refused.
         context_len: of the model, prompt and output together.
         channel: to the scheduler.
+
+    Attributes:
+        load: what the scheduler does, as it said with its last output.
+        observers: who is told what requests do.
+        grammars: None with ``--grammar-backend none``.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, context_len: int, channel: SchedulerChannel) -> None:
@@ -109,6 +77,9 @@ class TokenizerManager:
         self._no_update = asyncio.Event()
         self._no_update.set()
         self.last_receive_time = 0.0
+        self.load = LoadSnapshot()
+        self.observers: list[RequestObserver] = []
+        self.grammars: GrammarManager | None = None
 
     def start(self) -> None:
         """Receive from now on; call it in the event loop that will use this object."""
@@ -116,8 +87,11 @@ class TokenizerManager:
 
     # Requests
 
-    async def submit(self, requests: Sequence[GenerateRequest], *, stream: bool) -> RequestGroup:
+    async def submit(
+        self, requests: Sequence[GenerateRequest], *, stream: bool, log_metrics: bool = True
+    ) -> RequestGroup:
         """Validate all of ``requests`` and, if all are right, start them. The caller must :meth:`release` the group.
+        Observers hear nothing of them unless ``log_metrics``.
 
         Raises:
             RequestError: one of them can't be served as written; none was started.
@@ -125,8 +99,13 @@ class TokenizerManager:
         """
         if self._refusal is not None:
             raise self._refusal
-        prepared = [(request, await self._tokenize(request)) for request in requests]
-        messages = [self._message(request, ids) for request, ids in prepared]
+        prepared = await self._tokenize_all(requests)
+        limits = Limits(self.vocab_size, self.context_len, self.max_req_input_len)
+        messages = []
+        for request, ids in prepared:
+            messages.append(tokenized_request(request, ids, limits))
+            await asyncio.sleep(0)  # as above
+        grammars = await asyncio.gather(*(self._grammar(request.sampling_params) for request in requests))
         while not self._no_update.is_set():
             await self._no_update.wait()
         # Nothing below waits, so that no update of the weights can begin before these requests are known.
@@ -139,22 +118,26 @@ class TokenizerManager:
             ReqState(message.rid, request, ids, self.decoder, index)
             for index, ((request, ids), message) in enumerate(zip(prepared, messages, strict=True))
         ]
-        group = RequestGroup(states, stream)
-        for state, message in zip(states, messages, strict=True):
+        group = RequestGroup(states, stream, log_metrics)
+        for state, message, grammar in zip(states, messages, grammars, strict=True):
             self._states[state.rid] = state, group
             self._rids[state.request.rid] = state
+            if grammar is not None:
+                self._send_grammar(grammar, message)
             self._channel.send(message)
+            for observer in self._observers_of(group):
+                observer.received(state, stream)
         self._idle.clear()
         return group
 
-    async def generate(self, batch: GenerateBatch) -> AsyncIterator[Any]:
+    async def generate(self, batch: GenerateBatch, *, log_metrics: bool = True) -> AsyncIterator[Any]:
         """SGLang's response objects: one (a list for a batch) at the end, or cumulative ones as they come if
         ``batch.stream`` (with ``index`` in a batch). Closing the iterator early aborts.
 
         Raises:
             RequestError, ServiceError: as :meth:`submit`, or the scheduler could not serve it.
         """
-        group = await self.submit(batch.requests, stream=batch.stream)
+        group = await self.submit(batch.requests, stream=batch.stream, log_metrics=log_metrics)
         try:
             if not batch.stream:
                 outputs = [state.to_dict() for state in await group.wait()]
@@ -175,7 +158,7 @@ class TokenizerManager:
         for state in group.states:
             if state.rid in self._states:
                 self._channel.send(AbortReq(rid=state.rid))
-                self._forget(state)
+                self._forget(state, group)
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> None:
         """End the requests called ``rid`` (or all) with what they have; unknown names are ignored, they may just have
@@ -189,80 +172,93 @@ class TokenizerManager:
         _, group = self._states[state.rid]
         self._channel.send(AbortReq(rid=state.rid))
         state.end(reason)
-        self._forget(state)
+        self._forget(state, group)
         group.notify(state)
 
-    def _forget(self, state: ReqState) -> None:
+    def _observers_of(self, group: RequestGroup) -> list[RequestObserver]:
+        return self.observers if group.log_metrics else []
+
+    def _forget(self, state: ReqState, group: RequestGroup) -> None:
+        for observer in self._observers_of(group):
+            observer.finished(state, group.stream)
         del self._states[state.rid]
         del self._rids[state.request.rid]
         if not self._states:
             self._idle.set()
 
+    async def _tokenize_all(self, requests: Sequence[GenerateRequest]) -> list[tuple[GenerateRequest, list[int]]]:
+        """Every request with its token ids; a prompt of which n samples are wanted is tokenised once."""
+        known: dict[tuple[str | None, bool], list[int]] = {}
+        prepared, size = [], 0
+        for request in requests:
+            key = request.text, request.add_special_tokens
+            ids = known.get(key) if request.input_ids is None else None
+            if ids is None:
+                ids = await self._tokenize(request)
+                await asyncio.sleep(0)  # others have their turn between the sequences of a batch
+                known[key] = ids
+            prepared.append((request, ids))
+            params = request.sampling_params
+            size += len(ids) + len(params.logit_bias or ()) + len(params.stop_token_ids)
+            if size > _MAX_CALL_SIZE:
+                raise RequestError(
+                    f"The sequences of one request may have {_MAX_CALL_SIZE} tokens, biases and stop tokens together, "
+                    "and these have more; ask for fewer at a time."
+                )
+        return prepared
+
     async def _tokenize(self, request: GenerateRequest) -> list[int]:
         if request.input_ids is not None:
             ids = request.input_ids
+        elif request.text:
+            ids = await self.encode(request.text, "text", add_special_tokens=request.add_special_tokens)
         else:
-            text = request.text or ""
-            if not text:
-                raise RequestError("The prompt is empty.", "text")
-            try:
-                if len(text) > _TOKENIZE_IN_THREAD:
-                    ids = await asyncio.to_thread(
-                        encode, self.tokenizer, text, add_special_tokens=request.add_special_tokens
-                    )
-                else:
-                    ids = encode(self.tokenizer, text, add_special_tokens=request.add_special_tokens)
-            except UnicodeEncodeError:
-                raise RequestError("The prompt has an unpaired surrogate, which is no text.", "text") from None
+            raise RequestError("The prompt is empty.", "text")
         if not ids:
             raise RequestError("The prompt has no tokens.", "input_ids")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise RequestError(f"Token id {wrong} is outside the vocabulary [0, {self.vocab_size}).", "input_ids")
+        self.check_token_ids(ids, "input_ids")
         return ids
 
-    def _message(self, request: GenerateRequest, ids: list[int]) -> TokenizedGenerateReqInput:
-        length = len(ids)
-        if length >= self.context_len:
+    async def encode(self, text: str, name: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, which is the field ``name`` of a request.
+
+        Raises:
+            RequestError: it can't be encoded.
+        """
+        most = max(_LEAST_PROMPT_CHARS, CHARS_PER_TOKEN * self.context_len)
+        if len(text) > most:
             raise RequestError(
-                f"The input ({length} tokens) is longer than the model's context length ({self.context_len} tokens)."
+                f"The prompt has {len(text)} characters, {most} are accepted: the context has {self.context_len} "
+                "tokens.",
+                name,
             )
-        if length > self.max_req_input_len:
-            raise RequestError(
-                f"Input length ({length} tokens) exceeds the maximum allowed length ({self.max_req_input_len} tokens): "
-                "the KV cache has no more room. Use a shorter input, or start the server with more --max-total-tokens."
-            )
-        params = request.sampling_params
-        room = self.context_len - length
-        if params.max_new_tokens is None or params.max_new_tokens > room:
-            if request.max_new_tokens_given:
-                raise RequestError(
-                    f"Requested token count exceeds the model's maximum context length of {self.context_len} tokens. "
-                    f"You requested a total of {length + (params.max_new_tokens or 0)} tokens: {length} tokens from "
-                    f"the input messages and {params.max_new_tokens} tokens for the completion.",
-                    "max_new_tokens",
-                )
-            params = msgspec.structs.replace(params, max_new_tokens=room)
-        if any(i >= self.vocab_size for i in params.stop_token_ids):
-            raise RequestError(
-                f"stop_token_ids must be inside the vocabulary [0, {self.vocab_size}).", "stop_token_ids"
-            )
-        if request.logprob_start_len > length:
-            raise RequestError(
-                f"logprob_start_len ({request.logprob_start_len}) is beyond the prompt ({length} tokens).",
-                "logprob_start_len",
-            )
-        if request.top_logprobs_num > self.vocab_size:
-            raise RequestError(f"top_logprobs_num must be at most {self.vocab_size}.", "top_logprobs_num")
-        return TokenizedGenerateReqInput(
-            # A fresh name: what the scheduler still sends for an aborted request never meets a new one of that name.
-            rid=new_rid(),
-            input_ids=ids,
-            sampling_params=params,
-            return_logprob=request.return_logprob,
-            logprob_start_len=length if request.logprob_start_len < 0 else request.logprob_start_len,
-            top_logprobs_num=request.top_logprobs_num,
-        )
+        try:
+            if len(text) > _TOKENIZE_IN_THREAD:
+                return await asyncio.to_thread(encode, self.tokenizer, text, add_special_tokens=add_special_tokens)
+            return encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError):  # the latter from tokenizers' batches
+            raise RequestError("The prompt has an unpaired surrogate, which is no text.", name) from None
+
+    def check_token_ids(self, ids: Sequence[int], name: str) -> None:
+        """Raise RequestError if one of ``ids`` is no token of the model."""
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise RequestError(f"Token id {wrong} is outside the vocabulary [0, {self.vocab_size}).", name)
+
+    async def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if self.grammars is not None:
+            return await self.grammars.prepare(params)
+        if kind := next((name for name in GRAMMAR_FIELDS if getattr(params, name) is not None), None):
+            raise RequestError(f"{kind} can't be served: the server was started with --grammar-backend none.", kind)
+        return None
+
+    def _send_grammar(self, grammar: Grammar, message: TokenizedGenerateReqInput) -> None:
+        assert self.grammars is not None
+        for each in self.grammars.messages(grammar):
+            self._channel.send(each)
+        message.grammar = grammar.number
+        # The text is of no more use, and may be long.
+        message.sampling_params = msgspec.structs.replace(message.sampling_params, **dict.fromkeys(GRAMMAR_FIELDS))
 
     # Messages from the scheduler
 
@@ -272,10 +268,12 @@ class TokenizerManager:
                 future.set_result(message)
             return
         self.last_receive_time = time.monotonic()
+        self.load = message.load
         for out in message.outputs:
             if (entry := self._states.get(out.rid)) is None:  # aborted meanwhile
                 continue
             state, group = entry
+            tokens = len(state.output_ids)
             try:
                 stopped = state.push(out)
             except Exception as error:  # must not cost the others of this message their tokens
@@ -283,14 +281,19 @@ class TokenizerManager:
                 continue
             if stopped:
                 self._channel.send(AbortReq(rid=state.rid))
+            for observer in self._observers_of(group):
+                observer.progressed(state, group.stream, len(state.output_ids) - tokens)
             if state.finished:
-                self._forget(state)
+                self._forget(state, group)
             group.notify(state)
 
     # Control
 
-    async def flush_cache(self) -> bool:
-        """Empty the prefix cache; False if requests are running."""
+    async def flush_cache(self, timeout: float = 0.0) -> bool:
+        """Empty the prefix cache; False if requests are still running ``timeout`` seconds from now."""
+        if timeout > 0:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout)
         return (await self._call(FlushCacheReq(call_id=new_rid()))).success
 
     async def internal_state(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class ModelRunner:
         with self.fp4_autotuner.active(measure=True):
             self.model = self._build_model(model_config, quant_config, server_args.load_format)
         if self.device.type == "cuda":  # compile and load kernels before requests wait for them
-            warm_up_fp4_gemm(linears_of(self.model), self.fp4_autotuner.rows)
+            warm_up_fp4_gemm(linears_of(self.model), self.fp4_autotuner.rows, show_progress=tp.rank == 0)
         release_unused_memory(self.device)
         available = tp.minimum(available_memory(self.device))
         logger.info(
@@ -264,18 +264,24 @@ class ModelRunner:
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
         """Choose each request's next token, int64 [B]; fills the output's log-probabilities if the batch wants them.
 
-        A request whose logits are not finite gets -1. Rank 0 chooses for all ranks: where one samples, sums of
-        probabilities need not come out equal on two GPUs, and ranks that disagree about a token never meet again.
+        Penalties, biases and masks change the output's logits in place first. A request whose logits are not finite
+        gets -1. Rank 0 chooses for all ranks: where one samples, sums of probabilities need not come out equal on two
+        GPUs, and ranks that disagree about a token never meet again.
         """
+        info = batch.sampling_info
+        info.apply(output.next_token_logits)
         if self.tp.rank == 0:
-            token_ids = sample_tokens(output.next_token_logits, batch.sampling_info)
+            token_ids = sample_tokens(output.next_token_logits, info, batch.seq_lens)
         else:
             token_ids = torch.empty(batch.batch_size, dtype=torch.int64, device=self.device)
         self.tp.broadcast(token_ids)
+        info.count(token_ids)
         if batch.return_logprob:
-            tops = batch.top_logprobs_nums or [0] * batch.batch_size
-            output.next_token_logprobs, output.next_top_logprobs = logprobs_of(
-                output.next_token_logits, token_ids.clamp(min=0), tops
+            output.next_token_logprobs, output.next_top_logprobs, output.next_token_ids_logprobs = logprobs_of(
+                info.tempered(output.next_token_logits),
+                token_ids.clamp(min=0),
+                batch.top_logprobs_nums or [0] * batch.batch_size,
+                batch.token_ids_logprobs or [[]] * batch.batch_size,
             )
         return token_ids
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.utils.progress import progress_of
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -72,7 +72,7 @@ def iterate_tensors(model_path: str | Path, progress: bool = True) -> Iterator[t
         CheckpointError: a file can't be read, or two files hold the same tensor.
     """
     seen: dict[str, str] = {}
-    for file in tqdm(safetensors_files(model_path), desc="Loading safetensors checkpoint shards", disable=not progress):
+    for file in progress_of(safetensors_files(model_path), "Loading safetensors checkpoint shards", show=progress):
         with open_safetensors(file) as tensors:
             mapped: list[range] | None = None
             for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
