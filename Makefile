@@ -43,7 +43,7 @@ mutants: .flashinfer-$(FLASHINFER)/.installed
 asan: $(STAMP)
 	CXX="c++ -g -fsanitize=address" LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s tests/kernels/test_cpu_operators.py \
-		tests/srt/layers/attention/test_cpu_backend.py tests/srt/layers/quantization/test_cpu_backend.py \
+		tests/srt/layers/attention/test_cpu_attention.py tests/srt/layers/quantization/test_cpu_backend.py \
 		-k "$$($(BIN)/python -c 'from sglang.kernels.cpu_extension import isas; print(isas()[0].name, "or portable")')"
 
 lint: $(STAMP)

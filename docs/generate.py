@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.entrypoints.auth import Access
+from sglang.srt.entrypoints.http_app import ROUTES
+from sglang.srt.entrypoints.openapi import BODIES, SAMPLING
+from sglang.srt.entrypoints.unsupported_routes import UNSUPPORTED_ROUTES
 from sglang.srt.environ import envs
+from sglang.srt.flag_spec import FieldSpec
 from sglang.srt.layers.quantization.fp4_backends.flashinfer import AUTO_TABLE
 from sglang.srt.layers.quantization.fp4_utils import (
     Target,
@@ -19,8 +26,14 @@ from sglang.srt.layers.quantization.fp4_utils import (
     resolve_fp4_gemm_backend,
     unsupported_reasons,
 )
-from sglang.srt.server_args import FieldSpec, field_specs
-from sglang.srt.upstream_flags import REFUSED_VALUES, REPLACED_FLAGS, UPSTREAM_FAMILIES, UPSTREAM_FLAGS
+from sglang.srt.server_args import field_specs
+from sglang.srt.upstream_flags import (
+    REFUSED_VALUES,
+    REPLACED_FLAGS,
+    UPSTREAM_FAMILIES,
+    UPSTREAM_FIELDS,
+    UPSTREAM_FLAGS,
+)
 
 FOLDER = Path(__file__).parent
 _HEADER = "<!-- Made by docs/generate.py; edit that, or the code it reads. -->\n\n"
@@ -37,6 +50,13 @@ _GPUS = {
     (11, 0): "Jetson Thor",
     (12, 0): "RTX 50, RTX PRO 6000",
     (12, 1): "DGX Spark",
+}
+_ACCESS = {Access.FREE: "none", Access.NORMAL: "`--api-key`", Access.ADMIN: "`--admin-api-key`, else `--api-key`"}
+FIELD_TABLES = {
+    "/generate": BODIES["/generate"],
+    "sampling_params": SAMPLING,
+    "/v1/chat/completions": BODIES["/v1/chat/completions"],
+    "/v1/completions": BODIES["/v1/completions"],
 }
 _COMPLETE = Target(
     device="cuda",
@@ -122,11 +142,7 @@ def server_arguments() -> str:
         + _table(["Flag", "Use"], refused)
         + "\nThese values exist in SGLang:\n\n"
         + _table(["Flag", "Value", "Answer"], values)
-        + "\nThese flags exist in SGLang and are not supported by this version: "
-        + ", ".join(f"`{name}*`" for name in UPSTREAM_FAMILIES)
-        + ", "
-        + ", ".join(f"`{name}`" for name in sorted(UPSTREAM_FLAGS))
-        + ".\n"
+        + "\nSGLang's other flags are in [compatibility.md](compatibility.md).\n"
     )
 
 
@@ -212,7 +228,63 @@ def _fixes() -> list[list[str]]:
     return [[", ".join(names), reason, command] for (reason, command), names in found.items()]
 
 
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+
+
+def _values_taken(values: tuple[Any, ...]) -> str:
+    return ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in (None, *values)))
+
+
+def compatibility() -> str:
+    """Every flag, route and request field of SGLang: taken, refused, or absent."""
+    specs = {name: spec for spec in field_specs() for name in spec.names}
+    flags = []
+    for name in sorted(UPSTREAM_FLAGS & specs.keys()):
+        flags.append([f"`{name}`", _values(specs[name]), _names(REFUSED_VALUES.get(specs[name].name, ()))])
+    routes = [
+        [", ".join(f"`{path}`" for path in paths.split()), methods.replace(" ", ", "), _ACCESS[access]]
+        for paths, methods, _, access in ROUTES
+    ]
+    by_words: dict[str, list[str]] = {}
+    for path, words in UNSUPPORTED_ROUTES.items():
+        by_words.setdefault(words, []).append(path)
+    fields = []
+    for where, body in FIELD_TABLES.items():
+        upstream, own = UPSTREAM_FIELDS[where], set(body.struct.__struct_fields__)
+        neutral = body.neutral.keys() - own
+        by_values: dict[str, list[str]] = {}
+        for name in neutral:
+            by_values.setdefault(_values_taken(body.neutral[name]), []).append(name)
+        fields += [
+            [f"`{where}`", "taken", _names(own)],
+            *([[f"`{where}`", "taken, has no effect", _names(body.labels)]] if body.labels else []),
+            *([f"`{where}`", f"only {values}", _names(names)] for values, names in sorted(by_values.items())),
+            [f"`{where}`", "only `null`, else refused by name", _names(upstream - own - neutral - body.labels)],
+        ]
+    return (
+        _HEADER
+        + "# Compatibility with SGLang\n\nCompared with SGLang 0.5.23. Nothing is accepted and ignored: what is not "
+        + "taken is refused with a message that names it.\n\n## Server flags\n\nThese are taken "
+        + "([server_arguments.md](server_arguments.md)):\n\n"
+        + _table(["Flag", "Takes", "Refuses of SGLang's"], flags)
+        + "\nThese have another name here: "
+        + ", ".join(f"`{name}` (`{other}`)" for name, other in REPLACED_FLAGS.items())
+        + '.\n\nThese are refused at the start, exit status 2 ("is known from SGLang but not supported by this '
+        + 'version"): '
+        + _names([*(f"{name}*" for name in UPSTREAM_FAMILIES), *(UPSTREAM_FLAGS - specs.keys())])
+        + ".\n\n## Routes\n\n"
+        + _table(["Path", "Methods", "Key that it asks for, where there is one"], routes)
+        + "\nThese are answered with HTTP 501 and the reason:\n\n"
+        + _table(["Path", "Answer"], [[", ".join(f"`{path}`" for path in p), words] for words, p in by_words.items()])
+        + "\n## Request fields\n\n"
+        + _table(["Request", "Field is", "Fields"], fields)
+        + '\nAny other field is refused with HTTP 400 ("Unrecognized request argument supplied").\n'
+    )
+
+
 PAGES = {
+    "compatibility.md": compatibility,
     "server_arguments.md": server_arguments,
     "environment_variables.md": environment_variables,
     "supported_hardware.md": supported_hardware,
