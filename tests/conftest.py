@@ -11,12 +11,17 @@ from sglang.demo_model import MODEL_NAME, DownloadError, default_folder, make_bf
 
 
 @pytest.fixture(scope="module", autouse=True)
-def log_level() -> Iterator[None]:
-    """The level of the package's logger belongs to the process, and an ``Engine`` sets it."""
-    logger = logging.getLogger("sglang")
-    level = logger.level
+def logging_as_it_was() -> Iterator[None]:
+    """Levels and handlers belong to the process; an ``Engine`` sets the one, a command's start the others, which write
+    to a stream that is closed when the test ends."""
+    package, root = logging.getLogger("sglang"), logging.getLogger()
+    levels, handlers = (package.level, root.level), list(root.handlers)
     yield
-    logger.setLevel(level)
+    package.setLevel(levels[0])
+    root.setLevel(levels[1])
+    # pytest's own handlers come and go with its phases.
+    for handler in [one for one in root.handlers if one not in handlers and type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,9 @@ folder, begin = Path(sys.argv[1]), float(sys.argv[2])
 
 def run(command):
     if "-o" in command:
-        with (folder / "calls").open("a") as calls:
-            calls.write("compiled\\n")
+        if "-shared" in command:
+            with (folder / "calls").open("a") as calls:
+                calls.write("compiled\\n")
         time.sleep(0.5)
         Path(command[command.index("-o") + 1]).write_bytes(b"library" * 50000)
     return "version 1"

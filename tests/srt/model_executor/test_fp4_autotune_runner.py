@@ -111,7 +111,7 @@ def test_a_gpu_is_warmed_up_after_loading(world: World, monkeypatch: pytest.Monk
     cpu = torch.device("cpu")
     warmed: list[tuple[int, list[int]]] = []
     monkeypatch.setattr(
-        model_runner, "warm_up_fp4_gemm", lambda linears, rows: warmed.append((len(linears), list(rows)))
+        model_runner, "warm_up_fp4_gemm", lambda linears, rows, **_: warmed.append((len(linears), list(rows)))
     )
     build = ModelRunner._build_model
 

@@ -261,8 +261,7 @@ class NvFp4Linear:
             y = backend.apply(self._input_of(segment, rows), segment.prepared, part)
             outputs.append(y[:, :size] if out_padding else y)
             start += size
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return y if rows is x else y.reshape(shape)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(shape)
 
     def _input_of(self, segment: Segment, rows: torch.Tensor) -> torch.Tensor:
         if segment.pre_quant_scale is not None:
