@@ -133,6 +133,8 @@ def test_state_of_the_cache_folder(monkeypatch, tmp_path):
     report = check_env.collect("cpu", "auto")  # compiles the CPU kernel where nothing has before
     report["cache"] = check_env.cache_report()
     assert report["cache"] == {"path": str(folder), "writable": True, "fp4_autotune_files": 0}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_env.cache_report()["path"] == "~/later/cache"
     assert f"Cache folder: {folder}; files of measured FP4 GEMM choices: 0" in as_text(report, width=240)
     assert not folder.exists()
     measured = folder / check_env.AUTOTUNE_FOLDER

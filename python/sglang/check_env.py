@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,12 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
+def _shown(folder: Path) -> str:
+    """A report is made to be passed on: without the name of the user's home."""
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
+
+
 def cache_report() -> dict[str, Any]:
     """Where files that can be made again are kept: whether that folder can be written (or made), and how many files of
     measured FP4 GEMM choices it has.
@@ -57,7 +64,7 @@ def cache_report() -> dict[str, Any]:
     folder = envs.SGLANG_CACHE_DIR.get()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return {
-        "path": str(folder),
+        "path": _shown(folder),
         "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
         "fp4_autotune_files": sum(1 for _ in (folder / AUTOTUNE_FOLDER).glob("*.json")),
     }
