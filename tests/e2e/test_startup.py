@@ -61,7 +61,7 @@ def test_backend_that_cannot_run_is_refused_before_a_weight_is_read(tmp_path: Pa
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
-    """``auto`` takes torch, and what does without our kernels says so once; who names the kernel gets an error."""
+    """``auto`` takes torch and says once how to get the kernel; who names the kernel gets an error."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     (binaries / "apt-get").touch(0o755)
@@ -69,8 +69,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     with launched(NVFP4, tmp_path, **environment) as server:
         reason = "cpu: needs a C++ compiler; found none (c++, g++, clang++). To have cpu: apt-get install g++"
         assert "FP4 GEMM backend: torch (requested: auto)" in server.log
-        assert server.log.count(reason) == 1
-        assert server.log.count("our faster kernels don't: needs a C++ compiler") == 1
+        assert server.log.count("C++ compiler") == server.log.count(reason) == 1
         server.generate(text="a", sampling_params={"max_new_tokens": 1})
     result = run_to_exit(NVFP4, "--fp4-gemm-backend", "cpu", **environment)
     check(result, 2, "--fp4-gemm-backend cpu can't run on cpu", "cpu: needs a C++ compiler; found none")

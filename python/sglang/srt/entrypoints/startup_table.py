@@ -44,16 +44,9 @@ def _rows(args: ServerArgs, config: ModelConfig, info: Mapping[str, Any]) -> Ite
 
 
 def _fp4_rows(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The backend of NVFP4 products where there are any, whose wish it was, and why others can't run."""
+    """The backend of NVFP4 products where there are any, and whose wish it was. The line of the choice has reasons."""
     resolution = info.get("fp4_gemm_backend")
     if not isinstance(resolution, Mapping) or not info.get("fp4_gemm_choices"):
         return
     wish = resolution["requested"]
     yield "FP4 GEMM backend", resolution["resolved"] + (" (auto takes the best here)" if wish == "auto" else "")
-    if wish != "auto":
-        return
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in resolution["unsupported"].items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        yield "  not here", f"{', '.join(names)}: {reason}"

@@ -62,11 +62,11 @@ def operators_for(device_type: str) -> Operators:
     log why torch's are used."""
     if device_type != "cpu":
         return TORCH_OPERATORS
-    reason = cpu_extension.unavailable()
-    if reason is not None:
-        fix = cpu_extension.fix()
-        advice = f". To have them: {fix}" if fix else ""
-        logger.warning("torch computes everything on this CPU, our faster kernels don't: %s%s", reason, advice)
+    if cpu_extension.unavailable() is not None:
+        logger.warning(
+            "torch computes everything on this CPU, our faster kernels can't be had: `python -m sglang.check_env` says "
+            "why (backend cpu) and what would change it"
+        )
         return TORCH_OPERATORS
     from sglang.srt.layers.cpu_operators import CpuOperators
 
