@@ -9,6 +9,7 @@ _ROUTES: dict[str, str] = {
         "/v1/responses /v1/responses/{response_id} /v1/responses/{response_id}/cancel /v1/messages "
         "/v1/messages/count_tokens /v1/systemone /invocations /api/chat /api/generate"
     ),
+    "/v1/chat/completions tells tool calls and thoughts apart": "/parse_function_call /separate_reasoning",
     "use /v1/models": "/api/tags /api/show",
     "use /generate": "/vertex_generate",
     "it has no LoRA adapters": "/load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter",
