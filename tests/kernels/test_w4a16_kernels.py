@@ -9,7 +9,6 @@ import torch
 from sglang.kernels import nvrtc, w4a16
 from sglang.kernels.w4a16_tilings import (
     CONTROL,
-    MAX_CLUSTERS,
     MAX_SMALL_M,
     WIDE,
     SmallTiling,
@@ -19,6 +18,8 @@ from sglang.kernels.w4a16_tilings import (
     shared_limit,
 )
 
+# By their size, clusters of blocks that fill a multiprocessor; an H200's.
+MAX_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 31, 5: 24, 6: 20, 7: 16, 8: 14}
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 ROWS = (*range(1, 140, 3), 16, 32, 33, 65, 128, 256, 1000, 8192)
 SHAPES = [(16, 64), (576, 576), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (8192, 28672)]

@@ -203,7 +203,6 @@ SCRATCH_US = (5.0, 1.5e-6, 2.6e-9)
 MAX_SMALL_M = 64  # above, a call of `SMALL` reads the weights more than once
 MIN_WIDE_M = 17
 MAX_SPLIT = 8
-MAX_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 31, 5: 24, 6: 20, 7: 16, 8: 14}  # of blocks that fill a multiprocessor; H200
 
 
 def small_tilings(capability: tuple[int, int]) -> tuple[SmallTiling, ...]:

@@ -6,8 +6,9 @@ from sglang.srt.parser.reasoning_parser import REASONING_PARSERS, ReasoningParse
 
 
 def parse(text: str, name: str = "qwen3", force: bool = False) -> tuple[str, str]:
-    result = ReasoningParser(REASONING_PARSERS[name], force_reasoning=force).detect_and_parse(text)
-    return result.reasoning_text, result.normal_text
+    parser = ReasoningParser(REASONING_PARSERS[name], force_reasoning=force)
+    result, end = parser.parse_streaming_increment(text), parser.finish()
+    return result.reasoning_text + end.reasoning_text, result.normal_text + end.normal_text
 
 
 @pytest.mark.parametrize(

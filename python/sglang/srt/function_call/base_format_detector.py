@@ -109,11 +109,6 @@ class BaseFormatDetector:
         result.normal_text += self._text_out.finish()
         return result
 
-    def detect_and_parse(self, text: str) -> StreamingParseResult:
-        """A whole output."""
-        result, end = self.parse_streaming_increment(text), self.finish()
-        return StreamingParseResult(result.normal_text + end.normal_text, result.calls + end.calls)
-
     def _run(self, new_text: str, *, last: bool) -> StreamingParseResult:
         self._buffer += new_text
         result = StreamingParseResult()

@@ -65,11 +65,6 @@ class ReasoningParser:
         result.reasoning_text, self._kept = self._kept + result.reasoning_text, ""
         return result
 
-    def detect_and_parse(self, text: str) -> StreamingParseResult:
-        """A whole output."""
-        result, end = self.parse_streaming_increment(text), self.finish()
-        return StreamingParseResult(result.normal_text + end.normal_text, result.reasoning_text + end.reasoning_text)
-
     def _run(self, new_text: str, *, last: bool) -> StreamingParseResult:
         result = StreamingParseResult()
         self._buffer += new_text
