@@ -95,10 +95,20 @@ class RadixAttention(nn.Module):
             self.k_scale = None
             self.v_scale = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        forward_batch: ForwardBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Cache ``k``, ``v`` [T, num_kv_heads, head_dim] and attend with ``q`` [T, num_heads, head_dim].
+
+        With ``rotary``, what :class:`RotaryEmbedding` returned for the step, q and k are rotated before, and may be
+        overwritten.
 
         Returns:
             [T, num_heads * head_dim]
         """
-        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
+        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch, rotary)

@@ -11,12 +11,12 @@ from torch import nn
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm, norm_heads
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import compute_logits
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import apply_rotary, get_rope
+from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 if TYPE_CHECKING:
@@ -138,13 +138,10 @@ class LlamaAttention(nn.Module):
         self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], forward_batch: ForwardBatch
     ) -> torch.Tensor:
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        # Queries and keys are rotated together.
-        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = apply_rotary(qk, *rotary).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, forward_batch))
+            q, k = norm_heads(q, k, self.q_norm, self.k_norm)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, forward_batch, rotary))
         return out
 
 

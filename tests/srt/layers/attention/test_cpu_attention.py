@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang.kernels import cpu_extension
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionTarget
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -17,13 +17,15 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 SCALING = 0.125
+# Neither backend looks at the model when it computes.
+TARGET = AttentionTarget(CPU, torch.float32, torch.float32, num_heads=6, num_kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(params=cpu_extension.isas(), ids=lambda isa: isa.name)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuAttnBackend:
     library = cpu_extension.load(request.param)
     monkeypatch.setattr(cpu_extension, "load", lambda: library)
-    return CpuAttnBackend()
+    return CpuAttnBackend(TARGET)
 
 
 class Step:
@@ -70,6 +72,7 @@ class Step:
         qkv = torch.cat([values for values, _ in parts])
         self.q, self.k, self.v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         totals = [sum(lengths[number]) for number in numbers]
+        self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=torch.zeros(len(qkv), dtype=torch.int64),
@@ -82,16 +85,20 @@ class Step:
             sampling_info=SamplingBatchInfo(()),
             req_to_token_pool=rows,
             token_to_kv_pool=self.pool,
-            attn_backend=TorchNativeAttnBackend(),
+            attn_backend=TorchNativeAttnBackend(TARGET),
         )
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         batch = replace(self.batch, attn_backend=backend)
         backend.init_forward_metadata(batch)
-        return self.layer(self.q, self.k, self.v, batch)
+        # A backend may overwrite what it rotates.
+        return self.layer(self.q.clone(), self.k.clone(), self.v, batch, self.rotary)
 
     def cache(self) -> torch.Tensor:
         return torch.cat([self.pool.get_key_buffer(1), self.pool.get_value_buffer(1)]).view(torch.uint8)
+
+    def new_keys(self) -> torch.Tensor:
+        return self.pool.get_key_buffer(1)[self.batch.out_cache_loc].float()
 
 
 DECODE = [(0, 1), (63, 1), (64, 1), (70, 1), (511, 1), (512, 1), (2999, 1), (5, 1)]
@@ -106,12 +113,17 @@ DTYPES = {
 
 
 def compare(step: Step, backend: AttentionBackend, tolerance: float) -> None:
-    wanted = step.run(TorchNativeAttnBackend())
-    cache = step.cache().clone()
+    wanted = step.run(TorchNativeAttnBackend(TARGET))
+    cache, keys = step.cache().clone(), step.new_keys()
     step.pool.get_key_buffer(1).view(torch.uint8)[step.batch.out_cache_loc] = 0xFF
     step.pool.get_value_buffer(1).view(torch.uint8)[step.batch.out_cache_loc] = 0xFF
     ours = step.run(backend)
-    assert torch.equal(step.cache(), cache)
+    if step.rotary is None:
+        assert torch.equal(step.cache(), cache)
+    else:  # whether a product and a sum are rounded once or twice depends on the machine, in torch too
+        limit = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, FP8: 2.0**-3}[step.pool.dtype]
+        torch.testing.assert_close(step.new_keys(), keys, rtol=limit, atol=limit)
+        assert step.pool.dtype == torch.float32 or (step.new_keys() != keys).sum() <= 0.003 * keys.numel()
     assert ours.dtype == step.q.dtype and ours.shape == wanted.shape
     torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
 
@@ -132,6 +144,25 @@ def test_equals_torch_native(
 def test_heads(backend: CpuAttnBackend, group: int, dim: int, kv_heads: int, page_size: int) -> None:
     shape = {"heads": group * kv_heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
     compare(Step([(90, 1), (20, 50), (600, 1)], **shape), backend, 5e-6)
+
+
+@pytest.mark.parametrize("dim", [10, 64, 80])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_rotates(backend: CpuAttnBackend, dtypes: str, dim: int) -> None:
+    """The cache and the result are those of a rotation before the attention, however q, k and v lie."""
+    dtype, kv_dtype, tolerance = DTYPES[dtypes]
+    step = Step([(90, 1), (20, 50), (0, 3), (600, 1)], dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+    angles = torch.outer(torch.arange(len(step.q)) + 3.0, torch.linspace(1, 0, dim)).unsqueeze(1)
+    step.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    compare(step, backend, tolerance if kv_dtype == torch.float32 else 2e-2)  # a key may be rounded the other way
+    views = step.run(backend)
+    step.q, step.k = torch.cat([step.q] * 2, dim=1)[:, 6:], step.k.contiguous()
+    assert torch.equal(step.run(backend), views)
+    unrotated, step.rotary = step.rotary, None
+    assert not torch.equal(step.run(backend), views)
+    step.rotary = unrotated[0][1:], unrotated[1]
+    with pytest.raises(ValueError, match="rotary: expected"):
+        step.run(backend)
 
 
 def test_many_heads_of_one_token(backend: CpuAttnBackend) -> None:
@@ -193,8 +224,8 @@ def test_scales_of_the_checkpoint_are_of_an_fp8_cache_only(backend: CpuAttnBacke
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = CpuAttnBackend.unsupported_reason
-    assert reason(torch.device("cuda"), torch.float32) == "needs a CPU; this device is cuda"
-    assert reason(CPU, torch.float16) == "takes float32 and bfloat16, not float16"
-    assert reason(CPU, torch.float32) is None and reason(CPU, torch.bfloat16) is None
+    assert reason(replace(TARGET, device=torch.device("cuda"))) == "needs a CPU; this device is cuda"
+    assert reason(replace(TARGET, dtype=torch.float16)) == "takes float32 and bfloat16, not float16"
+    assert reason(TARGET) is None and reason(replace(TARGET, dtype=torch.bfloat16)) is None
     monkeypatch.setattr(cpu_extension, "unavailable", lambda: "needs a C++ compiler")
-    assert reason(CPU, torch.float32) == "needs a C++ compiler"
+    assert reason(TARGET) == "needs a C++ compiler"

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from sglang.srt.errors import ArgumentError
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, create_attention_backend
-from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -68,7 +66,7 @@ def test_against_direct_computation(
     rows = ReqToTokenPool(7, 32, device)
     pool = MHATokenToKVPool(96, 4, kv_dtype, KV_HEADS, DIM, 2, device)
     other_layer = pool.get_key_buffer(0).view(torch.uint8).clone()
-    backend = TorchNativeAttnBackend()
+    backend = TorchNativeAttnBackend(AttentionTarget(device, dtype, kv_dtype, HEADS, KV_HEADS, DIM, page_size=4))
     slots = torch.randperm(96).to(device) + 4
     wanted = []
     new_q, new_k, new_v, out_slots, used = [], [], [], [], 0
@@ -109,34 +107,3 @@ def test_against_direct_computation(
     expected = torch.cat(wanted).flatten(1)
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(pool.get_key_buffer(0).view(torch.uint8), other_layer)
-
-
-def test_unknown_backend_is_refused() -> None:
-    assert isinstance(create_attention_backend("torch_native", CPU, torch.float32), TorchNativeAttnBackend)
-    with pytest.raises(ArgumentError, match="--attention-backend fa9: unknown backend; usable here: cpu, torch_native"):
-        create_attention_backend("fa9", CPU, torch.float32)
-
-
-def test_auto_takes_the_first_that_can_run(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="sglang")
-    assert list(ATTENTION_BACKENDS) == ["cpu", "torch_native"]
-    assert isinstance(create_attention_backend("auto", CPU, torch.bfloat16), CpuAttnBackend)
-    assert isinstance(create_attention_backend("auto", CPU, torch.float16), TorchNativeAttnBackend)
-    assert isinstance(create_attention_backend("auto", torch.device("cuda"), torch.bfloat16), TorchNativeAttnBackend)
-    texts = [record.getMessage() for record in caplog.records]
-    assert [text for text in texts if text.startswith("Attention")] == [
-        "Attention backend: cpu",
-        "Attention backend: torch_native",
-        "Attention backend: torch_native",
-    ]
-
-
-def test_backend_that_can_not_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    class GpuOnly(TorchNativeAttnBackend):
-        @classmethod
-        def unsupported_reason(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-            return "it needs a GPU" if device.type == "cpu" else None
-
-    monkeypatch.setitem(ATTENTION_BACKENDS, "gpu_only", GpuOnly)
-    with pytest.raises(ArgumentError, match=r"gpu_only: it needs a GPU; usable here: cpu, torch_native$"):
-        create_attention_backend("gpu_only", CPU, torch.float32)

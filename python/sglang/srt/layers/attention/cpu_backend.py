@@ -1,4 +1,4 @@
-"""Attention of ``kernels/cpu/attention.cpp``: keys and values are read where the paged KV cache has them.
+"""Attention of ``kernels/cpu/attention.cpp``: rotates, writes to the paged KV cache, reads keys and values there.
 
 Prompts and single tokens, all requests of a batch in one call. A request's bits depend on that request and on how its
 prompt was cut into steps, not on the rest of the batch or the number of threads.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.kernels import cpu_extension
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionTarget, Rotary
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -22,30 +22,47 @@ CACHE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 2}
 
 
 class CpuAttnBackend(AttentionBackend):
-    """One call per layer, which writes the new keys and values too."""
+    """One call per layer."""
 
-    def __init__(self) -> None:
+    name = "cpu"
+    priority = 30
+    captures_decode = True
+
+    def __init__(self, target: AttentionTarget) -> None:
+        super().__init__(target)
         self._attention = cpu_extension.load().sglang_attention
         self._new = torch.empty(0, dtype=torch.int64)
+        self._ones = torch.empty(0, dtype=torch.int64)
 
     @classmethod
-    def unsupported_reason(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu":
-            return f"needs a CPU; this device is {device.type}"
-        if dtype not in DTYPES:
-            return f"takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    def unsupported_reason(cls, target: AttentionTarget) -> str | None:
+        if target.device.type != "cpu":
+            return f"needs a CPU; this device is {target.device.type}"
+        if target.dtype not in DTYPES:
+            return f"takes float32 and bfloat16, not {str(target.dtype).removeprefix('torch.')}"
         return cpu_extension.unavailable()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self._new = torch.tensor(batch.extend_seq_lens, dtype=torch.int64)
 
+    def init_cuda_graph_state(self, max_batch_size: int, max_context_len: int) -> None:
+        self._ones = torch.ones(max_batch_size, dtype=torch.int64)
+
+    def init_graph_metadata(self, batch: ForwardBatch) -> None:
+        self._new = self._ones[: batch.batch_size]
+
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         pool, table = batch.token_to_kv_pool, batch.req_to_token_pool.req_to_token
         q, k, v = _rows(q), _rows(k), _rows(v)
-        if k.stride(0) != v.stride(0):
-            k, v = k.contiguous(), v.contiguous()
+        cos, sin = (None, None) if rotary is None else (_matching(part, q) for part in rotary)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         fp8 = keys.dtype == torch.float8_e4m3fn
         out = torch.empty(q.shape[0], layer.num_heads * layer.head_dim, dtype=q.dtype)
@@ -55,6 +72,9 @@ class CpuAttnBackend(AttentionBackend):
             v.data_ptr(),
             q.stride(0),
             k.stride(0),
+            v.stride(0),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             batch.out_cache_loc.data_ptr(),
@@ -79,6 +99,14 @@ class CpuAttnBackend(AttentionBackend):
         if error:
             raise MemoryError(f"no memory for the attention of {q.shape[0]} tokens")
         return out
+
+
+def _matching(rotary: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Cosines or sines, which must be [T, 1, dim] for q [T, heads, dim]."""
+    expected = (q.shape[0], 1, q.shape[2])
+    if rotary.shape != expected or rotary.dtype != q.dtype or q.shape[2] % 2:
+        raise ValueError(f"rotary: expected {q.dtype} {list(expected)} of even size, got {rotary.dtype} {rotary.shape}")
+    return rotary.contiguous()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionTarget, Rotary
+from sglang.srt.layers.rotary_embedding import apply_rotary
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -43,13 +44,17 @@ class Gather:
 class TorchNativeAttnBackend(AttentionBackend):
     """One ``scaled_dot_product_attention`` per request (and per block of new tokens)."""
 
-    def __init__(self) -> None:
+    name = "torch_native"
+    priority = 0
+
+    def __init__(self, target: AttentionTarget) -> None:
+        super().__init__(target)
         self._rows: list[int] = []
         self._gathers: dict[int | None, list[Gather]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @classmethod
-    def unsupported_reason(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(cls, target: AttentionTarget) -> str | None:
         return None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -57,8 +62,16 @@ class TorchNativeAttnBackend(AttentionBackend):
         self._gathers.clear()
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         pool = batch.token_to_kv_pool
         pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         key_buffer, value_buffer = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)

@@ -23,6 +23,7 @@ import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
+from sglang.srt.layers.backend_registry import BackendRegistry, ranked
 from sglang.srt.layers.quantization.fp4_target import Target as Target  # importers take it from here
 
 if TYPE_CHECKING:
@@ -83,14 +84,8 @@ class Fp4GemmBackend(ABC):
     variant: str = ""
 
     def __init_subclass__(cls) -> None:
-        if getattr(cls, "name", None) is None:  # a base of several backends
-            return
-        cls.layout = cls.layout or cls.name
-        for name in (cls.name, *cls.aliases):
-            other = _names.get(name)
-            if name == "auto" or other is not None:
-                raise TypeError(f"FP4 GEMM backend name {name!r} of {cls.__module__} is taken by {other or 'auto'}")
-        _names.update(dict.fromkeys((cls.name, *cls.aliases), cls))
+        cls.layout = cls.layout or getattr(cls, "name", "")
+        _registry.add(cls)
 
     @classmethod
     @abstractmethod
@@ -136,7 +131,8 @@ class Fp4GemmBackend(ABC):
         """``x`` [M > 0, padded K] of the layer's dtype to [M, padded N]; ``bias`` [padded N] or None."""
 
 
-_names: dict[str, type[Fp4GemmBackend]] = {}
+_registry: BackendRegistry[Fp4GemmBackend] = BackendRegistry("FP4 GEMM")
+_names = _registry.names
 
 
 @cache
@@ -153,15 +149,13 @@ def backends() -> dict[str, type[Fp4GemmBackend]]:
     """Every registered backend by name: ours in the order of :class:`Fp4GemmRunnerBackend`, then those of others."""
     _load_backends()
     ours = [member.value for member in Fp4GemmRunnerBackend]
-    names = [name for name, backend in _names.items() if name == backend.name]
-    names.sort(key=lambda name: ours.index(name) if name in ours else len(ours))
-    return {name: _names[name] for name in names}
+    found = _registry.backends()
+    return {name: found[name] for name in sorted(found, key=lambda x: ours.index(x) if x in ours else len(ours))}
 
 
 def candidates(target: Target) -> list[type[Fp4GemmBackend]]:
     """Backends in the order in which ``auto`` tries them on ``target``, whether they can run or not."""
-    ranked = [backend for backend in backends().values() if backend.priority(target) >= 0]
-    return sorted(ranked, key=lambda backend: -backend.priority(target))
+    return ranked(backends().values(), lambda backend: backend.priority(target))
 
 
 def unsupported_reasons(target: Target) -> dict[str, str | None]:
@@ -204,14 +198,8 @@ class Resolution:
 
     def __str__(self) -> str:
         asked = self.requested if self.source == "default" else f"{self.requested}, from {self.source}"
-        names_by_reason: dict[str, list[str]] = {}
-        for name, reason in self.reasons.items():
-            names_by_reason.setdefault(reason, []).append(name)
-        passed_over = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items())
-        parts = [f"FP4 GEMM backend: {self.name} (requested: {asked})"]
-        parts += [f"Not here: {passed_over}"] if passed_over else []
-        parts += [self.advice] if self.advice else []
-        return ". ".join(parts)
+        choice = _registry.choice(self.name, asked, self.reasons)
+        return f"{choice}. {self.advice}" if self.advice else choice
 
     def as_dict(self) -> dict[str, object]:
         reasons = dict(self.reasons)
@@ -244,8 +232,7 @@ def resolve_fp4_gemm_backend(requested: str, env_value: str | None, target: Targ
     reasons = {key: reason for key, reason in unsupported_reasons(target).items() if reason is not None}
     if name != "auto":
         if name in reasons:
-            lines = "\n".join(f"  {key}: {reasons.get(key, 'can run here')}" for key in backends())
-            raise ArgumentError(f"{source} {name} can't run on {target}. FP4 GEMM backends:\n{lines}")
+            raise ArgumentError(_registry.refusal(f"{source} {name}", target, reasons, backends()))
         return Resolution(name, source, name, reasons, tuple(warnings))
     advice = ""
     for backend in candidates(target):
