@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -27,6 +28,10 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("attribute_count", ctypes.c_uint),
     ]
+
+
+_CONFIG = struct.Struct("@7IPPI0P")  # a _LaunchConfig, packed at a fifth of the cost
+_ARGUMENTS = ctypes.c_char_p * 1
 
 
 class TensorMap(ctypes.Structure):
@@ -89,6 +94,9 @@ class Kernel:
         self._name, self._function = name, function
         self._threads, self._overlap = threads, overlap
         self._made: dict[int, tuple[ctypes.Array[_Attribute], int]] = {}  # launch attributes by cluster size
+        attributes, count = self._attributes(1)
+        self._plain = ctypes.addressof(attributes), count
+        self._launch = driver.cuLaunchKernelEx
 
     def _attributes(self, cluster: int) -> tuple[ctypes.Array[_Attribute], int]:
         if cluster not in self._made:
@@ -125,6 +133,18 @@ class Kernel:
         attributes, count = self._attributes(cluster)
         config = _LaunchConfig((*grid, 1), (self._threads, 1, 1), shared, stream, attributes, count)
         return Launch(self._name, self._function, config, params)
+
+    def enqueue(self, grid: tuple[int, int], threads: int, stream: int, params: bytes) -> None:
+        """Launch once with ``threads`` per block and no dynamic shared memory: for arguments that change every time.
+
+        Args:
+            params: the kernel's only argument, a struct as the compiler lays it out.
+        """
+        attributes, count = self._plain
+        config = _CONFIG.pack(*grid, 1, threads, 1, 1, 0, stream, attributes, count)
+        code = self._launch(config, self._function, _ARGUMENTS(params), None)
+        if code:
+            _check(code, f"launching {self._name}")
 
 
 class Launch:

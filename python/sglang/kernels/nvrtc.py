@@ -77,6 +77,11 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+def architecture(capability: tuple[int, int]) -> str:
+    """What NVRTC calls a device of this compute capability."""
+    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+
+
 def _text(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
     getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))

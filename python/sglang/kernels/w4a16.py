@@ -42,11 +42,6 @@ Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
 
 
 # ------------------------------------------------------------------------------------------------------- sources
-def architecture(capability: tuple[int, int]) -> str:
-    """What NVRTC calls the device."""
-    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-
-
 @cache
 def source(name: str, columns: int = 0) -> str:
     """Of "small", "dequantize" or "wgmma"; the last one's operand list depends on ``columns``."""
@@ -69,7 +64,7 @@ def _wgmma_instruction(columns: int) -> str:
 
 def program(tiling: Way, dtype: torch.dtype, capability: tuple[int, int]) -> Program:
     """What to compile for ``tiling``; None means the dequantising kernel."""
-    arch = architecture(capability)
+    arch = nvrtc.architecture(capability)
     if tiling is None:
         return source("dequantize"), arch, (f"-DHALF={int(dtype == torch.float16)}",)
     if isinstance(tiling, WideTiling):

@@ -35,3 +35,11 @@ class RMSNorm(nn.Module):
         if residual is None:
             return operators_for(x.device.type).rms_norm(x, self.weight, self.variance_epsilon)
         return operators_for(x.device.type).add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+def norm_heads(q: torch.Tensor, k: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every head of ``q`` [T, heads, dim] and ``k`` [T, kv_heads, dim] normalised by itself.
+
+    The results may be written into ``q`` and ``k``, which the caller must not use again.
+    """
+    return operators_for(q.device.type).norm_heads(q, k, q_norm.weight, k_norm.weight, q_norm.variance_epsilon)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels import cpu_extension
+from sglang.srt.mem_cache.memory_pool import store_rows
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,12 @@ class Operators:
         x.add_(residual)
         return self.rms_norm(x, weight, eps), x
 
+    def norm_heads(
+        self, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rms_norm`` of every head of q [T, heads, dim] and k [T, kv_heads, dim]; may be written into q and k."""
+        return self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(x[..., :n]) * x[..., n:]`` for x [..., 2n]; both steps are rounded."""
         gate, up = x.chunk(2, dim=-1)
@@ -42,6 +49,65 @@ class Operators:
         """
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        key_buffer: torch.Tensor,
+        value_buffer: torch.Tensor,
+        loc: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place, as :meth:`rotate` does; then write k and v to
+        rows ``loc`` [T] int64 of the buffers [slots, kv_heads, dim].
+
+        A float8_e4m3fn buffer holds k / k_scale and v / v_scale, saturated at 448; others ignore the scales.
+        """
+        for x in (q, k):
+            rotated = self.rotate(x, cos, signed_sin)
+            if rotated is not x:
+                x.copy_(rotated)
+        store_rows(key_buffer, loc, k, k_scale)
+        store_rows(value_buffer, loc, v, v_scale)
+
+    def cos_sin(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What :meth:`rotate` takes, [T, 1, dim] of ``dtype``: cosines and sines of ``positions * inv_freq`` in
+        float32, times ``factor``; the sines are negative in a head's first half.
+
+        Args:
+            positions: int64 [T].
+            inv_freq: float32 [dim / 2], or [T, dim / 2] where they depend on the position.
+        """
+        angles = positions.unsqueeze(-1).float() * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return (
+            torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
+            torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1),
+        )
+
+    def embedding(
+        self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, first: int | None = None
+    ) -> torch.Tensor:
+        """Rows ``ids - first`` of weight [size, n] in ``dtype``, for ids [T] int64.
+
+        With ``first`` other ranks hold the rows of other ids, for which the result is zero. Without, the weight is the
+        whole vocabulary, and an id outside of it is an error of the device.
+        """
+        if first is None:
+            return F.embedding(ids, weight).to(dtype)
+        local = ids - first
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), weight).to(dtype)
+        return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
     def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest value of each row of x [rows, n] and the first index that has it, int64. A row with a NaN has
         NaN and an index that means nothing."""
@@ -49,8 +115,8 @@ class Operators:
         return values, ids
 
     def bf16_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x weight^T + bias`` in float32: x [M, K] and bias [N] float32, weight [N, K] bfloat16."""
-        return F.linear(x, weight.float(), bias)
+        """``x weight^T + bias`` in float32: x [M, K] float32 or bfloat16, weight [N, K] bfloat16, bias [N] float32."""
+        return F.linear(x.float(), weight.float(), bias)
 
 
 TORCH_OPERATORS = Operators()
@@ -58,8 +124,13 @@ TORCH_OPERATORS = Operators()
 
 @cache
 def operators_for(device_type: str) -> Operators:
-    """The operators for tensors on a "cpu", "cuda", ... device. For a CPU the first call compiles ours, or says in the
-    log why torch's are used."""
+    """The operators for tensors on a "cpu", "cuda", ... device.
+
+    The first call compiles ours for a CPU, or makes sure that they can be compiled for the current GPU; else the log
+    says why torch's are used.
+    """
+    if device_type == "cuda" and torch.cuda.is_available():
+        return _cuda_operators()
     if device_type != "cpu":
         return TORCH_OPERATORS
     if cpu_extension.unavailable() is not None:
@@ -71,3 +142,14 @@ def operators_for(device_type: str) -> Operators:
     from sglang.srt.layers.cpu_operators import CpuOperators
 
     return CpuOperators()
+
+
+def _cuda_operators() -> Operators:
+    from sglang.kernels import layers
+    from sglang.srt.layers.cuda_operators import CudaOperators
+
+    reason = layers.unavailable(torch.cuda.current_device())
+    if reason is None:
+        return CudaOperators()
+    logger.warning("torch computes norms, gates and rotations on this GPU, slower than our kernels: %s", reason)
+    return TORCH_OPERATORS

@@ -138,14 +138,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """What :func:`apply_rotary` needs for ``positions`` [T]: two tensors [T, 1, head_dim] of ``dtype``."""
         inv_freq = self.inv_freq if self.dynamic_factor is None else self._dynamic_frequencies(positions)
-        angles = positions.unsqueeze(-1).float() * inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        if self.attention_factor != 1.0:
-            cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        return (
-            torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
-            torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1),
-        )
+        return operators_for(positions.device.type).cos_sin(positions, inv_freq, self.attention_factor, dtype)
 
     def _dynamic_frequencies(self, positions: torch.Tensor) -> torch.Tensor:
         factor, limit, dim = self.dynamic_factor, self.max_position_embeddings, self.head_dim

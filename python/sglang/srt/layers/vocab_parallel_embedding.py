@@ -12,6 +12,7 @@ from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.constant_linear import Bf16Linear, ConstantLinear, as_bf16
 from sglang.srt.layers.linear import LinearBase, Part, match_dtype
+from sglang.srt.layers.operators import operators_for
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
@@ -115,12 +116,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids`` [T] to [T, embedding_dim]."""
-        if self.tp.size == 1:
-            return F.embedding(input_ids, self.weight).to(self.params_dtype)
-        local = input_ids - self.shard.start
-        elsewhere = (local < 0) | (local >= self.shard.size)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight).to(self.params_dtype)
-        return self.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        first = None if self.tp.size == 1 else self.shard.start
+        operators = operators_for(input_ids.device.type)
+        return self.tp.all_reduce(operators.embedding(input_ids, self.weight, self.params_dtype, first))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states`` [rows, embedding_dim] to float32 [rows, vocabulary]; after the weights were processed."""
