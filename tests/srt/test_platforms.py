@@ -88,3 +88,37 @@ def test_cuda_memory():
     device = resolve_device("cuda")
     assert 0 < available_memory(device) < total_memory(device)
     assert platforms.device_capability(device) >= (7, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_values_become_a_tensor_of_the_device(device):
+    for values in ([3, 4], torch.tensor([3.0, 4.0])):
+        tensor = platforms.to_device(values, torch.int64, device)
+        assert (tensor.dtype, tensor.device.type, tensor.shape) == (torch.int64, device, (2,))
+        assert device == "meta" or tensor.tolist() == [3, 4]
+
+
+def test_on_a_cpu_there_is_nothing_to_copy_or_to_wait_for():
+    values = torch.tensor([1, 2])
+    assert platforms.to_host(values) is values
+    platforms.record_event(CPU).synchronize()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_copies_wait_for_nobody_and_come_in_order():
+    device = resolve_device("cuda")
+    work = torch.ones(4096, 4096, device=device)
+    platforms.to_host(platforms.to_device([1], torch.int64, device))  # the allocators' first time
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            work = (work @ work).clamp_(max=1.0)
+        host = platforms.to_host(platforms.to_device([5, 6], torch.int64, device) + work[0, :2].long())
+        done = platforms.record_event(device)
+        assert not done.query(), "the host has waited for 200 large products"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    done.synchronize()
+    assert host.tolist() == [6, 7] and host.is_pinned()

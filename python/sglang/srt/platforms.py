@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -73,6 +75,55 @@ def release_unused_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
         trim(0)
+
+
+class DeviceEvent(Protocol):
+    """A place in a device's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come here."""
+
+
+class _Reached:
+    def synchronize(self) -> None:
+        return None
+
+
+_REACHED = _Reached()
+
+
+def record_event(device: torch.device) -> DeviceEvent:
+    """Where ``device`` is when it has done all that it was given so far; a CPU is there already."""
+    if device.type != "cuda":
+        return _REACHED
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[list[int]] | torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """``values``, a list or a tensor on the CPU, as a tensor of ``dtype`` on ``device``, without waiting for it.
+
+    A copy from memory that is not pinned would wait for everything that the device was given before.
+    """
+    host = values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a tensor on the CPU, without waiting: it may be read once an event that was recorded later is reached.
+
+    ``x`` itself where it is on the CPU.
+    """
+    if x.device.type != "cuda":
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _cgroup_memory(

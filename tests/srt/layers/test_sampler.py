@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.layers import sampler
 from sglang.srt.layers.logits_processor import logprobs_of
 from sglang.srt.layers.sampler import sample_tokens
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_batch_info import BROKEN_LOGITS, NOTHING_POSSIBLE, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -142,7 +142,8 @@ def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature:
     logits[1] = bad
     info = SamplingBatchInfo.from_params([SamplingParams(temperature=temperature)] * 3, VOCAB, "cpu")
     tokens = sample_tokens(logits, info, torch.zeros(3, dtype=torch.int64)).tolist()
-    assert tokens[1] == -1 and all(0 <= token < VOCAB for token in (tokens[0], tokens[2]))
+    assert tokens[1] == (NOTHING_POSSIBLE if bad == -math.inf else BROKEN_LOGITS)
+    assert all(0 <= token < VOCAB for token in (tokens[0], tokens[2]))
     if temperature == 0.0:
         assert tokens[0] == int(logits[0].argmax())
 
@@ -150,7 +151,7 @@ def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature:
 def test_logprobs_are_of_the_unscaled_distribution() -> None:
     logits = torch.randn(3, VOCAB)
     targets = torch.tensor([4, 0, 39])
-    values, tops, _ = logprobs_of(logits, targets, [2, 0, 50], [[]] * 3)
+    values, tops, _ = zip(*logprobs_of(logits, targets, [2, 0, 50], [[]] * 3).lists(), strict=True)
     expected = logits.log_softmax(-1)
     assert values == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets.tolist())], abs=1e-6)
     best, ids = expected.sort(dim=-1, descending=True)

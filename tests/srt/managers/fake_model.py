@@ -54,6 +54,27 @@ def logprobs_of_ids(tokens: list[int], ids: list[int]) -> list[tuple[float, int]
     return [(logprob(tokens, token_id), token_id) for token_id in ids]
 
 
+Position = tuple[float, list[tuple[float, int]], list[tuple[float, int]]]
+
+
+def position(tokens: list[int], target: int, top: int, ids: list[int]) -> Position:
+    """Everything that is wanted of one position."""
+    return logprob(tokens, target), top_logprobs(tokens, top), logprobs_of_ids(tokens, ids)
+
+
+@dataclass(frozen=True)
+class FakeLogprobs:
+    """``Logprobs`` or ``InputLogprobs``."""
+
+    values: list[Any]
+
+    def to_host(self) -> FakeLogprobs:
+        return self
+
+    def lists(self) -> list[Any]:
+        return self.values
+
+
 @dataclass
 class Result:
     """Everything that came for one request."""
@@ -108,8 +129,10 @@ def expected(recv: TokenizedGenerateReqInput, room: int) -> Result:
 class FakeModelRunner:
     """Stands in for ``ModelRunner`` with real pools."""
 
+    on = "cpu"
+
     def __init__(self, size: int, page_size: int, context_len: int, rows: int) -> None:
-        self.device = torch.device("cpu")
+        self.device = torch.device(self.on)
         self.page_size = page_size
         self.max_total_num_tokens = size
         self.max_running_requests = rows
@@ -128,8 +151,9 @@ class FakeModelRunner:
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc)
         kv = torch.stack([batch.input_ids, batch.positions], dim=1).float()
         batch.token_to_kv_pool.set_kv_buffer(self.layer, batch.out_cache_loc, kv, kv)
-        logits = torch.zeros(batch.batch_size, VOCAB)
-        output = LogitsProcessorOutput(logits, [], [], [])
+        logits = torch.zeros(batch.batch_size, VOCAB, device=self.device)
+        output = LogitsProcessorOutput(logits)
+        inputs: list[list[Position]] = [[] for _ in batch.seq_lens_list]
         self._sequences: list[list[int]] = []
         begin = 0
         for i, (length, new) in enumerate(zip(batch.seq_lens_list, batch.extend_seq_lens, strict=True)):
@@ -141,35 +165,34 @@ class FakeModelRunner:
             logits[i, next_token(tokens)] = 1
             self._sequences.append(tokens)
             if batch.return_logprob and batch.forward_mode.is_extend():
-                self._input_logprobs(batch, output, i, tokens, length - new)
+                inputs[i] = self._input_logprobs(batch, i, tokens, length - new)
+        if batch.return_logprob:
+            output.input_logprobs = FakeLogprobs(inputs)  # type: ignore[assignment]
         return output
 
-    def _input_logprobs(
-        self, batch: ForwardBatch, output: LogitsProcessorOutput, i: int, tokens: list[int], prefix: int
-    ) -> None:
+    def _input_logprobs(self, batch: ForwardBatch, i: int, tokens: list[int], prefix: int) -> list[Position]:
         assert batch.input_logprob_starts is not None and batch.input_logprob_targets is not None
-        assert batch.top_logprobs_nums is not None
+        assert batch.top_logprobs_nums is not None and batch.token_ids_logprobs is not None
         targets = batch.input_logprob_targets[i]
         ends = [prefix + batch.input_logprob_starts[i] + j + 1 for j in range(len(targets))]
         assert all(end <= len(tokens) for end in ends)
-        output.input_token_logprobs.append([logprob(tokens[:e], t) for e, t in zip(ends, targets, strict=True)])
-        output.input_top_logprobs.append([top_logprobs(tokens[:e], batch.top_logprobs_nums[i]) for e in ends])
-        output.input_token_ids_logprobs.append([logprobs_of_ids(tokens[:e], batch.token_ids_logprobs[i]) for e in ends])
+        top, ids = batch.top_logprobs_nums[i], batch.token_ids_logprobs[i]
+        return [position(tokens[:end], target, top, ids) for end, target in zip(ends, targets, strict=True)]
 
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
         assert batch.sampling_info.is_all_greedy
         token_ids = output.next_token_logits.argmax(dim=-1)
         if batch.return_logprob:
-            assert batch.top_logprobs_nums is not None
-            pairs = list(zip(self._sequences, token_ids.tolist(), strict=True))
-            output.next_token_logprobs = [logprob(tokens, token) for tokens, token in pairs]
-            output.next_top_logprobs = [
-                top_logprobs(tokens, k) for (tokens, _), k in zip(pairs, batch.top_logprobs_nums, strict=True)
-            ]
-            output.next_token_ids_logprobs = [
-                logprobs_of_ids(tokens, ids) for (tokens, _), ids in zip(pairs, batch.token_ids_logprobs, strict=True)
-            ]
+            assert batch.top_logprobs_nums is not None and batch.token_ids_logprobs is not None
+            columns = (self._sequences, token_ids.tolist(), batch.top_logprobs_nums, batch.token_ids_logprobs)
+            output.next_logprobs = FakeLogprobs(  # type: ignore[assignment]
+                [position(*row) for row in zip(*columns, strict=True)]
+            )
         return token_ids
+
+
+# Set by the fixture ``each_loop`` (conftest.py) where a test runs with overlap.
+OVERLAP = False
 
 
 class FakeChannel:
@@ -207,10 +230,14 @@ class Harness:
         self.runner = FakeModelRunner(size, page_size, context_len, rows)
         self.channel = FakeChannel()
         server_args: Any = SimpleNamespace(
-            chunked_prefill_size=chunk, disable_radix_cache=not radix, max_queued_requests=max_queued
+            chunked_prefill_size=chunk,
+            disable_radix_cache=not radix,
+            max_queued_requests=max_queued,
+            disable_overlap_schedule=False,
         )
         config: Any = SimpleNamespace(context_len=context_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
         self.scheduler = Scheduler(server_args, config, self.runner, self.channel)  # type: ignore[arg-type]
+        self.scheduler.enable_overlap = OVERLAP
         self.requests: dict[str, TokenizedGenerateReqInput] = {}
         self.results: dict[str, Result] = {}
         self.aborted: set[str] = set()
@@ -235,6 +262,12 @@ class Harness:
         self._collect()
         return busy
 
+    def read(self) -> None:
+        """Take the tokens of what was launched; without overlap that is done already."""
+        self.scheduler.process_pending_result()
+        self.scheduler.send_outputs()
+        self._collect()
+
     def run(self, limit: int = 20000) -> None:
         """Until nothing is left; the scheduler checks its own integrity then, and we check it slot by slot."""
         for _ in range(limit):
@@ -246,9 +279,9 @@ class Harness:
     def check_slots(self) -> None:
         """Every page is free or in the tree, exactly once."""
         allocator, tree = self.scheduler.pools.allocator, self.scheduler.tree_cache
-        pages = allocator.free_pages()
+        pages = allocator.free_pages().cpu()
         if isinstance(tree, RadixCache):
-            values = tree.all_values_flatten().view(-1, allocator.page_size)
+            values = tree.all_values_flatten().cpu().view(-1, allocator.page_size)
             assert torch.equal(values - values[:, :1], torch.arange(allocator.page_size).expand_as(values))
             pages = torch.cat([pages, values[:, 0] // allocator.page_size])
         assert pages.sort().values.tolist() == list(range(1, allocator.num_pages + 1))

@@ -4,6 +4,8 @@ from fake_model import Harness
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import INIT_NEW_TOKEN_RATIO, MIN_NEW_TOKEN_RATIO
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 def running(h: Harness) -> list[str]:
     return [req.rid for req in h.scheduler.running_batch.reqs]
@@ -72,6 +74,7 @@ def test_the_ratio_falls_while_memory_lasts_and_rises_with_a_retraction(monkeypa
     assert MIN_NEW_TOKEN_RATIO < h.scheduler.new_token_ratio < INIT_NEW_TOKEN_RATIO
     while not h.scheduler.waiting_queue:
         h.step()
+    h.read()
     (left,) = h.scheduler.running_batch.reqs
     assert h.scheduler.new_token_ratio == pytest.approx((len(left.output_ids) - 1 + 20) / 101)
     h.run()

@@ -5,6 +5,8 @@ from fake_model import EOS, Harness, next_token
 
 from sglang.srt.managers import schedule_policy
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
@@ -36,8 +38,10 @@ def test_requests_that_come_later_join_the_running_ones() -> None:
         h.step()
     late = h.add([4, 5], max_new_tokens=5, ignore_eos=True)
     h.step()
+    h.read()
     assert len(h.results[late].output_ids) == 1  # prefill goes before decode
     h.step()
+    h.read()
     assert len(h.results[late].output_ids) == 2 and len(h.results["r0"].output_ids) == 6
     h.run()
     h.check_results()
@@ -183,6 +187,7 @@ def test_nothing_is_computed_between_the_pieces_of_a_prompt() -> None:
     long = h.add([4] * 37, max_new_tokens=5, ignore_eos=True, return_logprob=True)
     for _ in range(5):
         h.step()
+    h.read()
     assert h.scheduler.pools.allocator.available_size() == 0 and len(h.results[long].output_ids) == 1
     h.run()
     h.check_results()
@@ -293,6 +298,7 @@ def test_abort_between_prefill_and_first_decode_and_before_anything() -> None:
     h = Harness()
     first, second = h.add([2, 3], 50, ignore_eos=True), h.add([2, 4], 50, ignore_eos=True)
     h.step()
+    h.read()
     h.abort(first)
     unseen = h.add([9], 50)
     h.abort(unseen)
@@ -314,6 +320,7 @@ def test_an_abort_lets_the_next_one_in() -> None:
     assert h.scheduler.batch_is_full
     h.abort(first)
     h.step()
+    h.read()
     assert len(h.results[second].output_ids) == 1
     h.run()
     h.check_results()

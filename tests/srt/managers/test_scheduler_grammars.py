@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_model
 import jsonschema
 import pytest
 import torch
@@ -66,6 +67,7 @@ def runner() -> Iterator[ModelRunner]:
 
 def new_scheduler(runner: ModelRunner, **changes: Any) -> Scheduler:
     scheduler = Scheduler(replace(ARGS, **changes), CONFIG, runner, FakeChannel())
+    scheduler.enable_overlap = fake_model.OVERLAP
     vocabulary = GrammarManager(DECODER, CONFIG.vocab_size, CONFIG.eos_token_ids)._make_vocabulary()
     scheduler.channel.inbox.append(LoadVocabularyReq(vocabulary=vocabulary))  # type: ignore[attr-defined]
     for name, source in SOURCES.items():
@@ -132,6 +134,7 @@ def check(results: dict[str, tuple[list[int], dict[str, Any]]]) -> None:
             assert re.fullmatch("[a-c]{3,6}(x|yz)" if rid.startswith("regex") else "ab", text(ids))
 
 
+@pytest.mark.usefixtures("each_loop")
 def test_outputs_follow_their_grammars_whatever_else_is_computed(runner: ModelRunner) -> None:
     alone = new_scheduler(runner, disable_radix_cache=True)
     want = {each.rid: generate(alone, each)[each.rid] for each in mixed()}
@@ -141,6 +144,7 @@ def test_outputs_follow_their_grammars_whatever_else_is_computed(runner: ModelRu
     assert generate(new_scheduler(runner, chunked_prefill_size=7), *mixed()) == want
 
 
+@pytest.mark.usefixtures("each_loop")
 def test_a_retracted_request_goes_on_in_its_grammar(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
         request(f"{kind}{i}", kind, [i, *PROMPT[:9]], sampling_seed=i, ignore_eos=kind is None)
@@ -174,6 +178,7 @@ def test_a_grammar_that_allows_what_would_come_anyway_changes_nothing(runner: Mo
     assert got == (ids, reason)
 
 
+@pytest.mark.usefixtures("each_loop")
 def test_the_ends_of_an_output(runner: ModelRunner) -> None:
     results = generate(
         new_scheduler(runner),
@@ -194,6 +199,7 @@ DECODER_ID = {char: next(i for i in range(CONFIG.vocab_size) if DECODER.pieces[i
 ABORT = {"type": "abort", "status_code": 400}
 
 
+@pytest.mark.usefixtures("each_loop")
 def test_an_output_that_can_not_go_on_ends_alone(runner: ModelRunner) -> None:
     scheduler = new_scheduler(runner)
     results = generate(
@@ -208,7 +214,7 @@ def test_an_output_that_can_not_go_on_ends_alone(runner: ModelRunner) -> None:
     message = results["contradiction"][1]["message"]
     assert re.fullmatch(r"The grammar can't be followed: it ends after \d tokens, but min_new_tokens is 10\.", message)
     assert results["mate"] == generate(new_scheduler(runner), request("mate", "regex", sampling_seed=3))["mate"]
-    scheduler.check_integrity()
+    scheduler.pools.check_integrity()
 
 
 def test_a_token_that_the_grammar_refuses_ends_its_request(
@@ -221,7 +227,7 @@ def test_a_token_that_the_grammar_refuses_ends_its_request(
     words = "Internal error: token 300 was sampled, which the grammar does not allow."
     assert results["x"][1] == {"type": "abort", "message": words, "status_code": 500}
     assert results["mate"][1] == {"type": "length", "length": 5}
-    scheduler.check_integrity()
+    scheduler.pools.check_integrity()
 
 
 def test_a_grammar_that_is_not_there(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,8 @@ from sglang.srt.errors import ArgumentError
 from sglang.srt.managers import request_timeouts
 from sglang.srt.managers.io_struct import BatchTokenIDOutput
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
 
 

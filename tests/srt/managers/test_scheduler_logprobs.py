@@ -3,6 +3,8 @@ from fake_model import Harness, top_logprobs
 
 from sglang.srt.managers import schedule_policy
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 PROMPT = [2 + (i * 7) % 45 for i in range(40)]
 
 

@@ -286,4 +286,5 @@ def test_an_exception_in_the_loop_ends_the_process(
     monkeypatch.setattr(scheduler_main, "_make_scheduler", lambda *_: (scheduler, Closing()))
     assert run(ARGS, writer) == 1
     assert writer.sent[0]["status"] == "ready" and closed == [True]
+    assert writer.sent[1]["traceback"].startswith("Traceback") and "KV cache leak" in writer.sent[1]["traceback"]
     assert "KV cache leak" in capfd.readouterr().err

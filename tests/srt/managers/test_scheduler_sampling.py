@@ -15,6 +15,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from thread_ranks import on_every_rank, thread_groups
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 def logits_of(tokens: list[int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(fake_model._hash(tokens))

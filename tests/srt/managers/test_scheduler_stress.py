@@ -8,6 +8,8 @@ from fake_model import Harness
 
 from sglang.srt.managers import schedule_policy
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 def random_request(rng: random.Random, shared: list[list[int]], longest: int) -> dict[str, Any]:
     length = rng.randrange(1, 1 + (longest if rng.random() < 0.3 else min(longest, 30)))

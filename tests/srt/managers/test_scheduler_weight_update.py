@@ -8,6 +8,8 @@ from fake_model import Harness
 
 from sglang.srt.managers.io_struct import ControlReply, UpdateWeightFromDiskReqInput
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
 
 def update(h: Harness, success: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> ControlReply:
     def replace_weights(model_path: str, load_format: str) -> tuple[bool, str]:

@@ -52,7 +52,7 @@ def test_fp8_is_not_rounded_to_bfloat16_first() -> None:
     assert torch.equal(kv.get_key_buffer(0)[1:].float(), once)
 
 
-def test_rows_are_handed_out_once() -> None:
+def test_rows_are_handed_out_once_and_that_of_padding_never() -> None:
     rows = ReqToTokenPool(3, 5, CPU)
     taken = [rows.alloc() for _ in range(3)]
     assert sorted(taken) == [0, 1, 2] and rows.available_size() == 0
@@ -60,11 +60,12 @@ def test_rows_are_handed_out_once() -> None:
         rows.alloc()
     rows.free(taken[1])
     assert rows.alloc() == taken[1]
+    assert rows.padding_row == 3 and rows.req_to_token.shape == (4, 5)
 
 
 def test_write_of_single_positions() -> None:
     rows = ReqToTokenPool(3, 5, CPU)
     rows.write(torch.tensor([2, 0, 2]), torch.tensor([4, 0, 1]), torch.tensor([7, 8, 9]))
-    expected = torch.zeros(3, 5, dtype=torch.int32)
+    expected = torch.zeros(4, 5, dtype=torch.int32)
     expected[2, 4], expected[0, 0], expected[2, 1] = 7, 8, 9
     assert torch.equal(rows.req_to_token, expected)

@@ -63,6 +63,16 @@ def test_a_finished_request_is_found_again_up_to_where_it_differs() -> None:
     assert len(s.cache.match_prefix([]).device_indices) == 0
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_what_was_computed_behind_the_last_token_is_not_cached(page: int) -> None:
+    s = Setup(page=page)
+    req = s.start(list(range(9)))
+    req.token_ids = lambda: list(range(8))
+    s.finish(req)
+    s.check()
+    assert s.cache.evictable_size() == len(s.cache.match_prefix(list(range(9))).device_indices) == 8
+
+
 def test_only_whole_pages_are_cached() -> None:
     s = Setup(page=4)
     first = s.start([1, 2, 3, 4, 5, 6, 7])

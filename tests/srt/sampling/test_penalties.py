@@ -31,6 +31,10 @@ class Request:
     grammar: None = None
 
     @property
+    def num_sampled(self) -> int:
+        return len(self.output_ids)
+
+    @property
     def stop_token_ids(self) -> frozenset[int]:
         return EOS | frozenset(self.sampling_params.stop_token_ids)
 

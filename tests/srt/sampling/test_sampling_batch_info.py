@@ -19,9 +19,9 @@ def test_rows_are_sorted_by_what_they_need() -> None:
     )
     plain, filtered = info.groups
     assert not info.is_all_greedy
-    assert (plain.filtered, plain.rows.tolist()) == (False, [1, 4])
+    assert (plain.most_kept, plain.rows.tolist()) == (0, [1, 4])
     assert plain.temperatures.flatten().tolist() == [0.699999988079071, 1.0]
-    assert (filtered.filtered, filtered.rows.tolist()) == (True, [3, 5])
+    assert (filtered.most_kept, filtered.rows.tolist()) == (100, [3, 5])
     assert filtered.top_ks.tolist() == [[9], [100]]
     # No limit is infinite: a running sum of float32 probabilities can exceed 1.
     assert filtered.top_ps.tolist() == [[math.inf], [0.5]]

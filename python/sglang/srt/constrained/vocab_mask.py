@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.platforms import to_device
 
 
 class ConstrainedRequest(Protocol):
@@ -41,7 +42,7 @@ class VocabMask:
         for grammar, own in zip(self.grammars.values(), words, strict=True):
             grammar.fill_vocab_mask(own)
         bits = np.unpackbits(~words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+        forbidden = to_device(torch.from_numpy(bits.view(np.bool_)), torch.bool, logits.device)
         for row, mask in zip(self.grammars, forbidden, strict=True):
             logits[row].masked_fill_(mask, -math.inf)
 

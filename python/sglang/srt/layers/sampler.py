@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from sglang.srt.layers import cuda_sampling
 from sglang.srt.layers.operators import operators_for
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingGroup
-
-# Most filters keep fewer tokens than this; sorting the whole vocabulary costs far more.
-CANDIDATES = 1024
+from sglang.srt.sampling.sampling_batch_info import (
+    BROKEN_LOGITS,
+    CANDIDATES,
+    NOTHING_POSSIBLE,
+    SamplingBatchInfo,
+    SamplingGroup,
+)
 
 _TOKEN_BITS = 32
 # Weyl increment and multipliers of SplitMix64 (Steele, Lea, Flood 2014), as signed integers.
@@ -21,22 +27,20 @@ def sample_tokens(logits: torch.Tensor, info: SamplingBatchInfo, positions: torc
 
     Greedy rows take the first of the largest logits. The others are drawn from softmax(logits / temperature)
     after top-k, top-p (on the running sum before top-k's cut) and min-p, in this order.
-    A row with a NaN, or without a finite largest logit, gets -1 and harms no other row.
-    What a row with a seed gets depends on its logits, parameters, seed and position only.
+    A row with a NaN or an infinite logit gets ``BROKEN_LOGITS``, one of -infinity only ``NOTHING_POSSIBLE``, and harms
+    no other row. What a row with a seed gets depends on its logits, parameters, seed and position only.
+    On a GPU nothing here waits for it.
     """
     best, token_ids = operators_for(logits.device.type).max(logits)
-    bad = ~best.isfinite()
-    any_bad = bool(bad.any())
-    if any_bad:
-        logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
-        best = best.masked_fill(bad, 0.0)
     for group in info.groups:
         # Relative to the largest, so that a tiny temperature can't overflow.
         shifted = logits[group.rows] - best[group.rows].unsqueeze(1)
         probs = shifted.div_(group.temperatures).softmax(dim=-1)
         noise = _noise(group, positions)
-        token_ids[group.rows] = _sample_filtered(probs, group, noise) if group.filtered else _draw(probs, noise)
-    return token_ids.masked_fill_(bad, -1) if any_bad else token_ids
+        token_ids[group.rows] = _sample_filtered(probs, group, noise) if group.most_kept else _draw(probs, noise)
+    # False for a NaN, too.
+    token_ids = torch.where(best.abs() < math.inf, token_ids, BROKEN_LOGITS)
+    return token_ids.masked_fill_(best == -math.inf, NOTHING_POSSIBLE)
 
 
 def _noise(group: SamplingGroup, positions: torch.Tensor) -> torch.Tensor:
@@ -66,20 +70,40 @@ def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _sample_filtered(probs: torch.Tensor, group: SamplingGroup, noise: torch.Tensor) -> torch.Tensor:
     """[n] token ids from ``probs`` [n, vocabulary] under the group's limits."""
-    vocab_size = probs.shape[1]
-    for count in (min(CANDIDATES, vocab_size), vocab_size):
+    if cuda_sampling.takes(probs):
+        return cuda_sampling.draw(probs, group, noise)
+    counts = _candidate_counts(group, probs)
+    for count in counts:
         values, ids = probs.topk(count, dim=-1) if group.seeds is None else _ordered(probs, count)
-        before = values.cumsum(dim=-1, dtype=torch.float64)
-        total = before[:, -1:].clone()
-        before -= values
-        floor = values[:, :1] * group.min_ps
-        # What is not among the candidates is cut off by one of the limits.
-        complete = (group.top_ks <= count) | (total > group.top_ps) | (values[:, -1:] < floor)
-        if count == vocab_size or bool(complete.all()):
+        if count == counts[-1] or _suffice(values, group):
             break
-    rank = torch.arange(count, device=probs.device)
-    kept = (rank < group.top_ks) & (before <= group.top_ps) & (values >= floor)
+    return draw_candidates(values, ids, group, noise)
+
+
+def draw_candidates(values: torch.Tensor, ids: torch.Tensor, group: SamplingGroup, noise: torch.Tensor) -> torch.Tensor:
+    """[n] token ids: of ``values`` [n, count], probabilities of ``ids``, the largest first, those that the limits leave
+    are drawn from."""
+    before = values.cumsum(dim=-1, dtype=torch.float64) - values
+    rank = torch.arange(values.shape[1], device=values.device)
+    kept = (rank < group.top_ks) & (before <= group.top_ps) & (values >= values[:, :1] * group.min_ps)
     return ids.gather(1, _draw(values * kept, noise).unsqueeze(1)).squeeze(1)
+
+
+def _suffice(values: torch.Tensor, group: SamplingGroup) -> bool:
+    """Whether, in every row, what is smaller than its largest ``values`` [n, count] is cut off by one of the limits."""
+    total = values.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+    smallest_cut = values[:, -1:] < values[:, :1] * group.min_ps
+    return bool(((group.top_ks <= values.shape[1]) | (total > group.top_ps) | smallest_cut).all())
+
+
+def _candidate_counts(group: SamplingGroup, probs: torch.Tensor) -> tuple[int, ...]:
+    """How many of the largest probabilities to look at, in turn until the limits cut off all others.
+
+    To see that they do would mean to wait for a GPU, which sorts all that could be needed at once.
+    """
+    if probs.device.type == "cpu" and group.most_kept > CANDIDATES:
+        return CANDIDATES, group.most_kept
+    return (group.most_kept,)
 
 
 def _ordered(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +118,9 @@ def _ordered(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Index [n] drawn in proportion to ``weights`` [n, count] by inverting the cumulative sum at ``noise`` [n, 1].
 
-    An index with weight 0 is never drawn.
+    An index with weight 0 is never drawn; of weights with a NaN, any index is.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     uniform = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, uniform, right=True).squeeze(1)
+    return torch.searchsorted(cumulative, uniform, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)

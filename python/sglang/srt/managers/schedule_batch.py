@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.managers.io_struct import ReqOutput, TokenizedGenerateReqInput, TokenLogprob, TopLogprobs
+from sglang.srt.managers.io_struct import ReqOutput, TokenizedGenerateReqInput
+from sglang.srt.managers.req_logprobs import ReqLogprobs
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.platforms import to_device
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.radix_cache import TreeNode
-
-# Tokens each request should be able to generate before memory runs out again, for the estimate after a retraction.
-RETRACT_DECODE_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,20 @@ class MemoryPools:
         self.req_to_token_pool.free(req.req_pool_idx)
         req.reset_kv()
 
+    def num_active_reqs(self) -> int:
+        """How many requests hold slots: each has a row."""
+        return self.req_to_token_pool.size - self.req_to_token_pool.available_size()
+
+    def check_integrity(self) -> None:
+        """Without requests every KV slot is free or cached, none is in use, every row is free; else RuntimeError."""
+        allocator, tree = self.allocator, self.tree_cache
+        held = allocator.size - allocator.available_size() - tree.evictable_size()
+        if held or tree.protected_size() or self.num_active_reqs():
+            raise RuntimeError(
+                f"KV cache leak: {held} slots held by nobody, {self.num_active_reqs()} of "
+                f"{self.req_to_token_pool.size} rows taken, {self.usage()}"
+            )
+
     def usage(self) -> str:
         """The KV slots in numbers, for messages."""
         allocator, tree = self.allocator, self.tree_cache
@@ -67,7 +80,9 @@ class Req:
     Attributes:
         max_new_tokens: as asked for, clipped to what the context and the KV cache can hold.
         req_pool_idx: its row of the ``ReqToTokenPool``; None while it waits.
-        kv_len: tokens whose KV slots are in that row.
+        kv_len: tokens whose KV slots are in that row, and whose keys and values are computed or, on a device that the
+            host doesn't wait for, will be before anything that is launched later.
+        last_kv_len: ``kv_len`` in the step that samples its last possible token.
         fill_len: ``kv_len`` after the next extend step; less than all tokens where that step computes a chunk.
         cached_tokens: prompt tokens that the prefix cache saved when the request first ran.
         finished_reason: None while it lives, else the dictionary of :class:`ReqOutput`.
@@ -82,6 +97,7 @@ class Req:
         self.output_ids: list[int] = []
         self.sampling_params = params
         self.max_new_tokens = max_new_tokens
+        self.last_kv_len = len(recv.input_ids) + max(max_new_tokens, 1) - 1
         self.stop_token_ids = frozenset(params.stop_token_ids) | eos_token_ids
         self._ending_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.token_counts: torch.Tensor | None = None
@@ -97,18 +113,8 @@ class Req:
         self.fill_len = 0
         self.cached_tokens: int | None = None
 
-        self.return_logprob = recv.return_logprob
-        self.top_logprobs_num = recv.top_logprobs_num if recv.return_logprob else 0
-        self.token_ids_logprob = recv.token_ids_logprob if recv.return_logprob else []
-        self.logprob_start_len = recv.logprob_start_len
-        self.input_token_logprobs: list[float] = []
-        self.input_top_logprobs: list[list[tuple[float, int]]] = []
-        self.input_token_ids_logprobs: list[list[tuple[float, int]]] = []
-        self.output_token_logprobs: list[TokenLogprob] = []
-        self.output_top_logprobs: list[TopLogprobs] = []
-        self.output_token_ids_logprobs: list[TopLogprobs] = []
+        self.logprobs = ReqLogprobs(recv) if recv.return_logprob else None
         self._sent_len = 0
-        self._sent_input_logprobs = False
 
     def token_ids(self) -> list[int]:
         return self.origin_input_ids + self.output_ids
@@ -119,27 +125,21 @@ class Req:
     def finished(self) -> bool:
         return self.finished_reason is not None
 
+    @property
+    def num_sampled(self) -> int:
+        """Output tokens before the step that was prepared last: of those that a device computes, the newest may not be
+        in ``output_ids`` yet. Of a prompt in pieces, where it means nothing, no less than 0."""
+        return max(self.kv_len - len(self.origin_input_ids), 0)
+
     def max_prefix_len(self) -> int:
         """How much of the request may come from the prefix cache.
 
         The last token has to be computed for its logits; a wanted log-probability needs the hidden state before it.
         """
         limit = self.num_tokens() - 1
-        if self.return_logprob and not self._input_logprobs_complete():
-            limit = min(limit, self.logprob_start_len)
+        if self.logprobs is not None and not self.logprobs.inputs_complete():
+            limit = min(limit, self.logprobs.start)
         return limit
-
-    def input_logprob_range(self, begin: int, end: int) -> tuple[int, list[int]]:
-        """Which log-probabilities the step over tokens ``begin .. end - 1`` has to give.
-
-        Returns:
-            number of the first hidden state in the step, and the target token of it and of each one behind it.
-        """
-        if not self.return_logprob or self._input_logprobs_complete():
-            return 0, []
-        first = max(begin, self.logprob_start_len)
-        targets = self.origin_input_ids[first + 1 : end + 1] if first < end else []
-        return first - begin if targets else 0, targets
 
     def append_output(self, token_id: int) -> None:
         """Take one sampled token and see whether it was the last one (SGLang's order: length before stop tokens)."""
@@ -157,28 +157,6 @@ class Req:
     def abort(self, message: str, status_code: int) -> None:
         self.finished_reason = {"type": "abort", "message": message, "status_code": status_code}
 
-    def add_input_logprobs(self, output: LogitsProcessorOutput, i: int) -> None:
-        """Take the prompt's log-probabilities of row ``i`` of an extend step."""
-        if output.input_token_logprobs is not None:
-            self.input_token_logprobs += output.input_token_logprobs[i]
-        if self.top_logprobs_num and output.input_top_logprobs is not None:
-            self.input_top_logprobs += output.input_top_logprobs[i]
-        if self.token_ids_logprob and output.input_token_ids_logprobs is not None:
-            self.input_token_ids_logprobs += output.input_token_ids_logprobs[i]
-
-    def add_output_logprobs(self, output: LogitsProcessorOutput, i: int) -> None:
-        """Take the log-probability of the newest output token, row ``i`` of a step."""
-        if len(self.output_token_logprobs) == len(self.output_ids):  # max_new_tokens is 0
-            return
-        assert output.next_token_logprobs is not None
-        self.output_token_logprobs.append((output.next_token_logprobs[i], self.output_ids[-1]))
-        if self.top_logprobs_num:
-            assert output.next_top_logprobs is not None
-            self.output_top_logprobs.append(list(output.next_top_logprobs[i]))
-        if self.token_ids_logprob:
-            assert output.next_token_ids_logprobs is not None
-            self.output_token_ids_logprobs.append(list(output.next_token_ids_logprobs[i]))
-
     def reset_kv(self) -> None:
         """Forget row and slots, which were released. A retracted request keeps everything else."""
         self.req_pool_idx = self.last_node = self.token_counts = None
@@ -195,27 +173,9 @@ class Req:
             completion_tokens=len(self.output_ids),
             cached_tokens=self.cached_tokens or 0,
         )
-        if self.return_logprob:
-            output.output_token_logprobs = self.output_token_logprobs[sent:]
-            output.output_top_logprobs = self.output_top_logprobs[sent:] if self.top_logprobs_num else None
-            output.output_token_ids_logprobs = self.output_token_ids_logprobs[sent:] if self.token_ids_logprob else None
-            if not self._sent_input_logprobs and self._input_logprobs_complete():
-                self._sent_input_logprobs = True
-                output.input_token_logprobs = self._input_logprob_pairs()
-                first: list[TopLogprobs] = [None] * (len(output.input_token_logprobs) > 0)
-                if self.top_logprobs_num:
-                    output.input_top_logprobs = first + [list(top) for top in self.input_top_logprobs]
-                if self.token_ids_logprob:
-                    output.input_token_ids_logprobs = first + [list(ids) for ids in self.input_token_ids_logprobs]
+        if self.logprobs is not None:
+            self.logprobs.write(output, sent)
         return output
-
-    def _input_logprob_pairs(self) -> list[TokenLogprob]:
-        """One pair for each prompt token from ``logprob_start_len`` on; the first one's value is None."""
-        targets = self.origin_input_ids[self.logprob_start_len :]
-        return list(zip([None, *self.input_token_logprobs], targets, strict=False))
-
-    def _input_logprobs_complete(self) -> bool:
-        return len(self.input_token_logprobs) >= len(self.origin_input_ids) - self.logprob_start_len - 1
 
 
 class ScheduleBatch:
@@ -250,34 +210,37 @@ class ScheduleBatch:
             RuntimeError: not enough slots although admission counted them.
         """
         pools, reqs = self.pools, self.reqs
-        row_table = pools.req_to_token_pool.req_to_token
+        row_table, row_list = pools.req_to_token_pool.req_to_token, []
         for req in reqs:
             if req.req_pool_idx is None:
                 assert req.prefix_indices is not None
                 req.req_pool_idx = pools.req_to_token_pool.alloc()
                 row_table[req.req_pool_idx, : req.kv_len] = req.prefix_indices.to(torch.int32)
                 req.prefix_indices = None
+            row_list.append(req.req_pool_idx)
         begins, ends = [req.kv_len for req in reqs], [req.fill_len for req in reqs]
         extend_seq_lens = [end - begin for begin, end in zip(begins, ends, strict=True)]
         self.seq_lens_list = ends
         self.seq_lens = self._tensor(ends)
-        self.req_pool_indices = self._tensor([req.req_pool_idx for req in reqs])
+        self.req_pool_indices = self._tensor(row_list)
 
         needed = pools.allocator.extend_size(begins, ends)
         pools.tree_cache.ensure_available(needed)
-        last_locs = self._last_locs((self._tensor(begins) - 1).clamp_(min=0))
+        last_locs = None
+        if pools.allocator.page_size > 1:
+            last_locs = self._last_locs(self._tensor([max(begin - 1, 0) for begin in begins]))
         out_cache_loc = pools.allocator.alloc_extend(begins, ends, last_locs)
         if out_cache_loc is None:
             raise RuntimeError(f"a prefill was admitted that needs {needed} of {pools.usage()}")
-        positions = torch.cat([torch.arange(b, e, device=pools.device) for b, e in zip(begins, ends, strict=True)])
-        rows = self.req_pool_indices.repeat_interleave(self._tensor(extend_seq_lens), output_size=len(positions))
+        positions = self._tensor(torch.cat([torch.arange(b, e) for b, e in zip(begins, ends, strict=True)]))
+        rows = self._tensor(torch.tensor(row_list).repeat_interleave(torch.tensor(extend_seq_lens)))
         pools.req_to_token_pool.write(rows, positions, out_cache_loc)
         input_ids = self._tensor(
             list(chain.from_iterable(_tokens_between(req, b, e) for req, b, e in zip(reqs, begins, ends, strict=True)))
         )
         starts, targets = [], []
         for req, begin, end in zip(reqs, begins, ends, strict=True):
-            start, wanted = req.input_logprob_range(begin, end)
+            start, wanted = (0, []) if req.logprobs is None else req.logprobs.input_range(begin, end)
             req.token_counts = None  # what an unfinished prompt's step samples was counted, and means nothing
             starts.append(start)
             targets.append(wanted)
@@ -302,7 +265,8 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         positions = self.seq_lens
         seq_lens_list = [n + 1 for n in self.seq_lens_list]
-        out_cache_loc = pools.allocator.alloc_decode(seq_lens_list, self._last_locs(positions - 1))
+        last_locs = self._last_locs(positions - 1) if pools.allocator.page_size > 1 else None
+        out_cache_loc = pools.allocator.alloc_decode(seq_lens_list, last_locs)
         if out_cache_loc is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests, {pools.usage()}")
         pools.req_to_token_pool.write(self.req_pool_indices, positions, out_cache_loc)
@@ -315,8 +279,13 @@ class ScheduleBatch:
         self.forward_batch = self._make_forward_batch(self.input_ids, positions, out_cache_loc, lens)
 
     def filter_batch(self) -> None:
-        """Keep the requests that decode on: neither released (finished, aborted, retracted) nor still in chunks."""
-        kept = [i for i, req in enumerate(self.reqs) if req.req_pool_idx is not None and req is not self.chunked_req]
+        """Keep the requests that decode on: neither released (finished, aborted, retracted) nor still in chunks, nor
+        with their last possible token sampled, which may not have been read."""
+        kept = [
+            i
+            for i, req in enumerate(self.reqs)
+            if req.req_pool_idx is not None and req.kv_len < req.last_kv_len and req is not self.chunked_req
+        ]
         if len(kept) == len(self.reqs):
             return
         self.reqs = [self.reqs[i] for i in kept]
@@ -352,9 +321,13 @@ class ScheduleBatch:
 
     def _composition_changed(self) -> None:
         self._sampling_info: SamplingBatchInfo | None = None
-        self.return_logprob = any(req.return_logprob for req in self.reqs)
-        self._top_logprobs_nums = [req.top_logprobs_num for req in self.reqs] if self.return_logprob else None
-        self._token_ids_logprobs = [req.token_ids_logprob for req in self.reqs] if self.return_logprob else None
+        self.has_grammar = any(req.grammar is not None for req in self.reqs)
+        logprobs = [req.logprobs for req in self.reqs]
+        self.return_logprob = any(one is not None for one in logprobs)
+        self._top_logprobs_nums = self._token_ids_logprobs = None
+        if self.return_logprob:
+            self._top_logprobs_nums = [0 if one is None else one.top_num for one in logprobs]
+            self._token_ids_logprobs = [[] if one is None else one.token_ids for one in logprobs]
 
     def _make_forward_batch(
         self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor, extend_seq_lens: list[int]
@@ -380,14 +353,12 @@ class ScheduleBatch:
             token_ids_logprobs=self._token_ids_logprobs,
         )
 
-    def _last_locs(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Slots of each request's token at ``positions`` [B], where the allocator needs them."""
-        if self.pools.allocator.page_size == 1:
-            return None
+    def _last_locs(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of each request's token at ``positions`` [B]."""
         return self.pools.req_to_token_pool.req_to_token[self.req_pool_indices, positions].long()
 
-    def _tensor(self, values: Sequence[int | None]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.pools.device)
+    def _tensor(self, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        return to_device(values, torch.int64, self.pools.device)
 
 
 def _tokens_between(req: Req, begin: int, end: int) -> list[int]:

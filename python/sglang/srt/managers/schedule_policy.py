@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from sglang.srt.managers.schedule_batch import MemoryPools, Req
@@ -16,10 +17,19 @@ MAX_PREFILL_TOKENS = 16384
 INIT_NEW_TOKEN_RATIO = 0.7
 MIN_NEW_TOKEN_RATIO = 0.14 * INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_DECAY = (INIT_NEW_TOKEN_RATIO - MIN_NEW_TOKEN_RATIO) / 600  # per decode step
+# Tokens each request should be able to generate before memory runs out again, for the estimate after a retraction.
+RETRACT_DECODE_STEPS = 20
+
+
+def ratio_after_retraction(reqs: Sequence[Req]) -> float:
+    """The new token ratio that fits those that were not retracted."""
+    generated = sum(len(req.output_ids) for req in reqs)
+    possible = sum(req.max_new_tokens for req in reqs) + 1
+    return min((generated + RETRACT_DECODE_STEPS * len(reqs)) / possible, 1.0)
 
 
 class AddReqResult(Enum):
-    """CONTINUE: admitted, try the next one. NO_TOKEN: memory is short. OTHER: this batch is full."""
+    """CONTINUE: admitted, try the next one. NO_TOKEN: memory (slots or rows) is short. OTHER: this batch is full."""
 
     CONTINUE = auto()
     NO_TOKEN = auto()
@@ -57,6 +67,21 @@ class PrefillAdder:
         """Admit the next chunk of a request. Its slots were counted when it was admitted, and no decode step comes
         between two chunks."""
         self._add(req, req.num_tokens() - req.kv_len)
+
+    def add_waiting_reqs(self, waiting_queue: deque[Req], free_rows: int) -> AddReqResult:
+        """Take as many of the queue's first requests as fit, also into ``free_rows`` rows; says why not more, CONTINUE
+        where none is left."""
+        free_rows += len(self.can_run_list)  # a request in pieces has its row
+        result = AddReqResult.CONTINUE
+        while waiting_queue and result is AddReqResult.CONTINUE:
+            if self.is_full():
+                return AddReqResult.OTHER
+            if len(self.can_run_list) >= free_rows:
+                return AddReqResult.NO_TOKEN
+            result = self.add_one_req(waiting_queue[0])
+            if result is AddReqResult.CONTINUE:
+                waiting_queue.popleft()
+        return result
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Admit a waiting request, or leave it as it was."""

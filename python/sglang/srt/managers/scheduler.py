@@ -1,9 +1,14 @@
 """The scheduler: continuous batching around one model runner.
 
-One turn of the loop: receive -> process requests -> choose a batch -> run it -> process its result and send. A prefill
+One turn of the loop: receive -> process requests -> choose a batch -> launch it -> process a result and send. A prefill
 batch goes before a decode step; a prompt longer than ``chunked_prefill_size`` is computed in pieces, one such request
-at a time. ``run_batch`` and ``process_batch_result`` are separate, so that a loop may prepare the next batch between
-them.
+at a time.
+
+With overlap that is the result of the step before: while the device computes one step, the host sends the tokens of the
+last one and chooses the next, whose tokens are on the device where it needs them. A request that has ended meanwhile,
+other than by a length that could be foreseen, was given to one step too many: its token there is dropped. What is freed
+is used by later steps only, which the device computes after those that still read it. Whoever has to know more waits
+for the result (``process_pending_result``), and nobody asks whether it is ready: ranks must decide alike.
 """
 
 from __future__ import annotations
@@ -13,10 +18,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sglang.srt.constrained.grammar_backend import GrammarBackend
 from sglang.srt.environ import envs
+from sglang.srt.managers.batch_result import GenerationBatchResult
 from sglang.srt.managers.channel import Channel
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -34,20 +38,19 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.managers.request_timeouts import RequestTimeouts
-from sglang.srt.managers.schedule_batch import RETRACT_DECODE_STEPS, MemoryPools, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import MemoryPools, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     INIT_NEW_TOKEN_RATIO,
     MIN_NEW_TOKEN_RATIO,
     NEW_TOKEN_RATIO_DECAY,
     AddReqResult,
     PrefillAdder,
+    ratio_after_retraction,
 )
-from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
+from sglang.srt.managers.scheduler_metrics import SchedulerMetrics, model_state
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.model_executor.forward_batch_info import LogitsProcessorOutput
-from sglang.srt.model_loader.loader import weight_bytes
 from sglang.srt.sampling.sampling_batch_info import why_no_token
 
 if TYPE_CHECKING:
@@ -63,14 +66,13 @@ class Scheduler:
 
     Args:
         channel: where requests come from and outputs go to.
+
+    Attributes:
+        enable_overlap: launch a step before the result of the one before is read.
     """
 
     def __init__(
-        self,
-        server_args: ServerArgs,
-        model_config: ModelConfig,
-        model_runner: ModelRunner,
-        channel: Channel,
+        self, server_args: ServerArgs, model_config: ModelConfig, model_runner: ModelRunner, channel: Channel
     ) -> None:
         self.model_config = model_config
         self.model_runner = model_runner
@@ -104,6 +106,9 @@ class Scheduler:
         self.waiting_queue: deque[Req] = deque()
         self.running_batch = ScheduleBatch(self.pools, [])
         self.last_batch: ScheduleBatch | None = None
+        # A CPU computes a step before the launch returns: there is nothing to be done meanwhile.
+        self.enable_overlap = model_runner.device.type != "cpu" and not server_args.disable_overlap_schedule
+        self.pending_result: GenerationBatchResult | None = None
         self.chunked_req: Req | None = None
         # The queue's head was refused for lack of memory: not worth asking again before a request leaves.
         self.batch_is_full = False
@@ -136,8 +141,11 @@ class Scheduler:
         if batch is None:
             self.on_idle()
         else:
-            output, next_token_ids = self.run_batch(batch)
-            self.process_batch_result(batch, output, next_token_ids)
+            result = self.run_batch(batch)
+            self.process_pending_result()
+            self.pending_result = result
+            if not self.enable_overlap or result.has_grammar:
+                self.process_pending_result()
         self.last_batch = batch
         self.send_outputs()
         # Only rank 0's clock decides: the other ranks' channels drop what they post.
@@ -152,7 +160,7 @@ class Scheduler:
 
     def send_outputs(self) -> None:
         outputs, self._outbox = self._outbox, []
-        load = self.metrics.load(len(self._active_reqs()), len(self.waiting_queue))
+        load = self.metrics.load(self.pools.num_active_reqs(), len(self.waiting_queue))
         if outputs or load != self._sent_load:
             self._sent_load = load
             self.channel.send(BatchTokenIDOutput(outputs=outputs, load=load))
@@ -168,24 +176,14 @@ class Scheduler:
                 f"no batch can run, but {len(self.waiting_queue)} requests wait and {len(self._active_reqs())} hold "
                 f"slots, {self.pools.usage()}"
             )
-        self.check_integrity()
+        self.pools.check_integrity()
         self.new_token_ratio = INIT_NEW_TOKEN_RATIO
-
-    def check_integrity(self) -> None:
-        """Without requests every KV slot is free or cached, none is in use, every row is free; else RuntimeError."""
-        allocator, tree, rows = self.pools.allocator, self.tree_cache, self.pools.req_to_token_pool
-        held = allocator.size - allocator.available_size() - tree.evictable_size()
-        if held or tree.protected_size() or rows.available_size() != rows.size:
-            raise RuntimeError(
-                f"KV cache leak: {held} slots held by nobody, {rows.size - rows.available_size()} of {rows.size} rows "
-                f"taken, {self.pools.usage()}"
-            )
 
     def num_unfinished_reqs(self) -> int:
         return len(self.waiting_queue) + len(self._active_reqs())
 
     def _active_reqs(self) -> list[Req]:
-        """The requests that hold slots."""
+        """The requests that hold slots, between two turns."""
         last = self.last_batch.reqs if self.last_batch is not None else []
         chunked = [self.chunked_req] if self.chunked_req is not None else []
         unique = {id(req): req for req in (*self.running_batch.reqs, *last, *chunked) if req.req_pool_idx is not None}
@@ -253,10 +251,11 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False (and nothing is done) while there are requests."""
+        self.process_pending_result()
         if self.num_unfinished_reqs():
             logger.warning(
                 "Cache not flushed because there are pending requests. #queue-req: %d, #running-req: %d",
-                len(self.waiting_queue), len(self._active_reqs()),
+                len(self.waiting_queue), self.pools.num_active_reqs(),
             )  # fmt: skip
             return False
         self.tree_cache.reset()
@@ -266,6 +265,7 @@ class Scheduler:
 
     def update_weights_from_disk(self, recv: UpdateWeightFromDiskReqInput) -> ControlReply:
         """Replace the weights and, since what is cached was computed with the old ones, empty the prefix cache."""
+        self.process_pending_result()
         if unfinished := self.num_unfinished_reqs():
             success, message = False, f"The weights were not updated because {unfinished} requests are not finished."
         else:
@@ -277,40 +277,40 @@ class Scheduler:
         return ControlReply(call_id=recv.call_id, success=success, data={"message": message})
 
     def get_internal_state(self) -> dict[str, Any]:
-        from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
-        from sglang.srt.layers.quantization.nvfp4_linear import linears_of
-
-        resolution = get_fp4_gemm_resolution()
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
             "max_running_requests": self.max_running_requests,
-            "#running": len(self._active_reqs()),
+            "#running": self.pools.num_active_reqs(),
             "#waiting": len(self.waiting_queue),
             "token usage": self.metrics.token_usage(),
             "last_gen_throughput": self.metrics.last_gen_throughput,
             "num_retracted_reqs": self.metrics.num_retracted_reqs,
-            "memory_usage": {
-                "weight_bytes": weight_bytes(self.model_runner.model),
-                "kv_cache_bytes": self.pools.token_to_kv_pool.get_kv_size_bytes(),
-            },
-            "fp4_gemm_backend": resolution.as_dict() if resolution is not None else None,
-            "fp4_gemm_choices": {linear.product: linear.choices for linear in linears_of(self.model_runner.model)},
+            **model_state(self.model_runner),
         }
 
     # Choosing a batch
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """The next step, prepared; None if there is nothing to compute, and then no result is awaited."""
+        batch = self._choose_batch()
+        if batch is None and self.pending_result is not None:
+            # It may end requests, which makes room for others.
+            self.process_pending_result()
+            batch = self._choose_batch()
+        return batch
+
+    def _choose_batch(self) -> ScheduleBatch | None:
         if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
             self.last_batch.filter_batch()
             if not self.last_batch.is_empty():
                 self.running_batch.merge_batch(self.last_batch)
+        self.last_batch = None
         self.running_batch.filter_batch()
         new_batch = self.get_new_batch_prefill()
         if new_batch is not None:
             return new_batch
-        if self.running_batch.is_empty():
+        if self.running_batch.is_empty() or not self._make_room_for_decode():
             return None
-        self._make_room_for_decode()
         self.running_batch.prepare_for_decode()
         return self.running_batch
 
@@ -318,18 +318,13 @@ class Scheduler:
         if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
             return None
         running = self.running_batch.reqs
+        # Also those that will end with the awaited result hold a row each.
+        free_rows = self.max_running_requests - self.pools.num_active_reqs()
         adder = PrefillAdder(self.pools, running, self.new_token_ratio, self.chunked_prefill_size)
         if self.chunked_req is not None:
             adder.add_chunked_req(self.chunked_req)
-        while self.waiting_queue and not self.batch_is_full and not adder.is_full():
-            if len(running) + len(adder.can_run_list) >= self.max_running_requests:
-                self.batch_is_full = True
-                break
-            result = adder.add_one_req(self.waiting_queue[0])
-            if result is not AddReqResult.CONTINUE:
-                self.batch_is_full = result is AddReqResult.NO_TOKEN
-                break
-            self.waiting_queue.popleft()
+        if not self.batch_is_full:
+            self.batch_is_full = adder.add_waiting_reqs(self.waiting_queue, free_rows) is AddReqResult.NO_TOKEN
         if not adder.can_run_list:
             return None
         self.chunked_req = adder.chunked_req
@@ -338,53 +333,65 @@ class Scheduler:
         batch.prepare_for_extend()
         return batch
 
-    def _make_room_for_decode(self) -> None:
-        """Make sure that the next decode step has slots, retracting requests where it has not."""
+    def _make_room_for_decode(self) -> bool:
+        """Make sure that the next decode step has slots, retracting requests where it has not; False, and nothing is
+        done, where the awaited result has to be known first."""
         batch = self.running_batch
         if batch.check_decode_mem():
             self.new_token_ratio = max(self.new_token_ratio - NEW_TOKEN_RATIO_DECAY, MIN_NEW_TOKEN_RATIO)
-            return
+            return True
+        if self.pending_result is not None:
+            return False
         retracted = batch.reqs_to_retract()
         batch.filter_batch()
-        generated = sum(len(req.output_ids) for req in batch.reqs)
-        possible = sum(req.max_new_tokens for req in batch.reqs) + 1
-        self.new_token_ratio = min((generated + RETRACT_DECODE_STEPS * len(batch.reqs)) / possible, 1.0)
+        self.new_token_ratio = ratio_after_retraction(batch.reqs)
         self.batch_is_full = True
         # Before those that never ran; the one that has waited longest, that is which has generated most, first.
         self.waiting_queue.extendleft(retracted)
         self.metrics.log_retraction(len(retracted), self.new_token_ratio)
+        return True
 
     # Running it
 
-    def run_batch(self, batch: ScheduleBatch) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Compute one step; returns its logits and the sampled tokens, int64 [B] on the device."""
+    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Launch one step. Its tokens are on the device, where the next decode step of ``batch`` takes them."""
         output = self.model_runner.forward(batch.forward_batch)
         next_token_ids = self.model_runner.sample(output, batch.forward_batch)
-        batch.input_ids = next_token_ids
-        return output, next_token_ids
+        # A request that got no token ends, but the next step may be launched before that is known.
+        batch.input_ids = next_token_ids.clamp(min=0)
+        result = GenerationBatchResult(batch, output, next_token_ids)
+        if result.is_extend:
+            # What comes later on the device finds the prompts' keys and values, whoever asks for them.
+            for req in batch.reqs:
+                if req is not batch.chunked_req:
+                    self.tree_cache.cache_unfinished_req(req)
+        return result
 
-    def process_batch_result(
-        self, batch: ScheduleBatch, output: LogitsProcessorOutput, next_token_ids: torch.Tensor
-    ) -> None:
-        """Give every request of ``batch`` its token, end those that are done and collect what is to be sent."""
-        is_extend = batch.forward_mode.is_extend()
-        for i, (req, token_id) in enumerate(zip(batch.reqs, next_token_ids.tolist(), strict=True)):
-            if is_extend and req.return_logprob:
-                req.add_input_logprobs(output, i)
-            if req is batch.chunked_req:
+    def process_pending_result(self) -> None:
+        """Wait for the step that was launched last, if its result has not been processed, and process it."""
+        result, self.pending_result = self.pending_result, None
+        if result is not None:
+            self.process_batch_result(result)
+
+    def process_batch_result(self, result: GenerationBatchResult) -> None:
+        """Give every request its token, end those that are done and collect what is to be sent."""
+        num_tokens = 0
+        for req, token_id, input_logprobs, logprob in result.read():
+            if req.finished():  # and was released, while this step was in flight
                 continue
+            if req.logprobs is not None:
+                req.logprobs.add_inputs(input_logprobs)
+            if req is result.chunked_req:
+                continue
+            num_tokens += 1
             if token_id < 0:
-                req.abort(*why_no_token(req, output.next_token_logits[i]))
-                self._release(req)
-                self._outbox.append(req.take_output())
-                continue
-            req.append_output(token_id)
-            if req.return_logprob:
-                req.add_output_logprobs(output, i)
+                req.abort(*why_no_token(req, token_id))
+            else:
+                req.append_output(token_id)
+                if req.logprobs is not None and logprob is not None and req.output_ids:
+                    req.logprobs.add_output(logprob, token_id)
             if req.finished():
                 self._release(req)
-            elif is_extend:
-                self.tree_cache.cache_unfinished_req(req)
             self._outbox.append(req.take_output())
-        if not is_extend:
-            self.metrics.count_decode_step(len(batch.reqs), len(self.waiting_queue))
+        if not result.is_extend:
+            self.metrics.count_decode_step(num_tokens, len(self.waiting_queue))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import LoadSnapshot
 from sglang.srt.managers.schedule_batch import MemoryPools
 from sglang.srt.managers.schedule_policy import PrefillAdder
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -82,3 +86,20 @@ class SchedulerMetrics:
             "KV cache pool is full. Retract requests. #retracted_reqs: %d, #new_token_ratio: %.4f",
             num_retracted, new_token_ratio,
         )  # fmt: skip
+
+
+def model_state(model_runner: ModelRunner) -> dict[str, Any]:
+    """What the model takes and how its NVFP4 layers are computed, for ``/get_server_info``."""
+    from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_resolution
+    from sglang.srt.layers.quantization.nvfp4_linear import linears_of
+    from sglang.srt.model_loader.loader import weight_bytes
+
+    resolution = get_fp4_gemm_resolution()
+    return {
+        "memory_usage": {
+            "weight_bytes": weight_bytes(model_runner.model),
+            "kv_cache_bytes": model_runner.token_to_kv_pool.get_kv_size_bytes(),
+        },
+        "fp4_gemm_backend": resolution.as_dict() if resolution is not None else None,
+        "fp4_gemm_choices": {linear.product: linear.choices for linear in linears_of(model_runner.model)},
+    }

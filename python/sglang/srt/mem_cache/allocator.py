@@ -7,8 +7,12 @@ One allocator for every page size: a slot is token ``slot % page_size`` of page 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+
+from sglang.srt.platforms import to_device
 
 
 def ceil_to_page(tokens: int, page_size: int) -> int:
@@ -67,17 +71,21 @@ class TokenToKVPoolAllocator:
         if pages is None or page == 1:
             return pages
         assert last_locs is not None
-        parts = []
-        taken = 0
-        for i, (begin, end) in enumerate(zip(prefix_lens, seq_lens, strict=True)):
-            tail_end = min(ceil_to_page(begin, page), end)
-            if tail_end > begin:
-                parts.append(last_locs[i] + 1 + self._in_page[: tail_end - begin])
-            count = -(-(end - tail_end) // page)
-            new = pages[taken : taken + count, None] * page + self._in_page
-            parts.append(new.view(-1)[: end - tail_end])
-            taken += count
-        return torch.cat(parts)
+        # Every token lies ``offset`` slots behind a base: the slot behind its request's prefix, or the first of a page.
+        begins, ends = np.array(prefix_lens), np.array(seq_lens)
+        lens, room = ends - begins, -begins % page
+        counts = np.maximum(lens - room + page - 1, 0) // page
+        columns = np.stack([lens.cumsum() - lens, room, np.arange(len(lens)), counts.cumsum() - counts + len(lens)])
+        starts, room, own_base, first_pages = columns.repeat(lens, axis=1)
+        offsets = np.arange(len(starts)) - starts
+        behind = offsets - room
+        bases = np.where(behind < 0, own_base, first_pages + behind // page)
+        offsets = np.where(behind < 0, offsets, behind % page)
+        first_slots = torch.cat([last_locs + 1, pages * page])
+        return first_slots[self._index(bases)] + self._index(offsets)
+
+    def _index(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        return to_device(torch.from_numpy(values), torch.int64, self.device)
 
     def decode_size(self, seq_lens: Sequence[int]) -> int:
         """Tokens, in whole pages, that :meth:`alloc_decode` takes for these lengths (after the step)."""
@@ -103,7 +111,7 @@ class TokenToKVPoolAllocator:
             return None
         slots = last_locs + 1
         if starts:
-            slots[torch.tensor(starts, device=self.device)] = pages * page
+            slots.index_copy_(0, to_device(starts, torch.int64, self.device), pages * page)
         return slots
 
     def free(self, slots: torch.Tensor) -> None:

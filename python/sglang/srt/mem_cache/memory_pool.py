@@ -17,16 +17,18 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 class ReqToTokenPool:
-    """One row of KV slots per running request.
+    """One row of KV slots per running request, and one of zeros: what pads a batch owns the padding page.
 
     Attributes:
-        req_to_token: int32 [size, max_context_len] on ``device``.
+        req_to_token: int32 [size + 1, max_context_len] on ``device``.
+        padding_row: the one that no request gets.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device) -> None:
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int32, device=device)
+        self.padding_row = size
+        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
         self._free_rows = list(range(size))
 
     def available_size(self) -> int:
@@ -71,35 +73,39 @@ class MHATokenToKVPool:
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
-        self._is_fp8 = dtype == torch.float8_e4m3fn
-        # Indexed writes of fp8 tensors are not implemented everywhere; bytes are.
-        store_dtype = torch.uint8 if self._is_fp8 else dtype
         shape = (size + page_size, head_num, head_dim)
         # Not zeroed: a slot is written before it is read, and a CPU gives memory only to pages that are touched.
-        self._k = [torch.empty(shape, dtype=store_dtype, device=device) for _ in range(layer_num)]
-        self._v = [torch.empty(shape, dtype=store_dtype, device=device) for _ in range(layer_num)]
+        self._k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+        self._v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layer_num)]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """[size + page_size, head_num, head_dim] in ``dtype``; an fp8 value times ``k_scale`` is the key."""
-        return self._k[layer_id].view(self.dtype) if self._is_fp8 else self._k[layer_id]
+        return self._k[layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """As :meth:`get_key_buffer`, with ``v_scale``."""
-        return self._v[layer_id].view(self.dtype) if self._is_fp8 else self._v[layer_id]
+        return self._v[layer_id]
 
     def set_kv_buffer(self, layer: RadixAttention, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store ``k`` and ``v`` [T, head_num, head_dim] (the last two may be flattened) in slots ``loc`` [T]."""
-        self._store(self._k[layer.layer_id], loc, k, layer.k_scale)
-        self._store(self._v[layer.layer_id], loc, v, layer.v_scale)
+        store_rows(self.get_key_buffer(layer.layer_id), loc, k, layer.k_scale)
+        store_rows(self.get_value_buffer(layer.layer_id), loc, v, layer.v_scale)
 
     def get_kv_size_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in (*self._k, *self._v))
 
-    def _store(self, buffer: torch.Tensor, loc: torch.Tensor, x: torch.Tensor, scale: float | None) -> None:
-        if self._is_fp8:
-            # In float32, so that the value is rounded once. Whether a cast saturates or gives NaN depends on torch.
-            x = x.float()
-            if scale is not None:
-                x = x / scale
-            x = x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-        buffer.index_copy_(0, loc, x.view(-1, *buffer.shape[1:]).to(buffer.dtype))
+
+def store_rows(buffer: torch.Tensor, loc: torch.Tensor, x: torch.Tensor, scale: float | None) -> None:
+    """Write x [T, head_num, head_dim] (the last two may be flattened) to rows ``loc`` [T] int64 of ``buffer``.
+
+    A float8_e4m3fn buffer gets x / scale (None: 1), saturated at 448, for any other the scale is ignored.
+    """
+    if buffer.dtype == torch.float8_e4m3fn:
+        # In float32, so that the value is rounded once. Whether a cast saturates or gives NaN depends on torch.
+        x = x.float()
+        if scale is not None:
+            x = x / scale
+        # Indexed writes of fp8 tensors are not implemented everywhere; bytes are.
+        x = x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        buffer = buffer.view(torch.uint8)
+    buffer.index_copy_(0, loc, x.view(-1, *buffer.shape[1:]).to(buffer.dtype))

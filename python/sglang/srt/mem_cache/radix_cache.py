@@ -67,8 +67,10 @@ class RadixCache(BasePrefixCache):
 
     def cache_finished_req(self, req: Req) -> None:
         kv_indices = self._kv_indices(req)
-        aligned = self._aligned(req.kv_len)
-        cached = self._insert(req.token_ids()[:aligned], kv_indices[:aligned])
+        token_ids = req.token_ids()
+        # A request that got no token may have been given to one more step: what that computed is of nobody's token.
+        aligned = self._aligned(min(req.kv_len, len(token_ids)))
+        cached = self._insert(token_ids[:aligned], kv_indices[:aligned])
         # What was in the tree already, under other slots, and the page that is not full.
         self.allocator.free(kv_indices[req.cache_protected_len : cached])
         self.allocator.free(kv_indices[aligned:])

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from sglang.srt.platforms import to_device
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -20,7 +21,9 @@ class SampledRequest(Protocol):
     """What is needed of a request.
 
     Attributes:
-        output_ids: all tokens that were generated, also before a retraction.
+        output_ids: all tokens that were generated, also before a retraction, as far as the host has read them.
+        num_sampled: how many tokens were generated before the step that is prepared: one more than ``output_ids`` has
+            while the newest has not been read.
         stop_token_ids: the model's and the request's own.
         token_counts: [vocabulary] int32 on the device, how often each token is in ``output_ids``; None where nobody
             has counted yet. Written by :class:`Penalties` only.
@@ -33,6 +36,9 @@ class SampledRequest(Protocol):
     stop_token_ids: frozenset[int]
     token_counts: torch.Tensor | None
     chosen_ids: dict[str, tuple[torch.Tensor, ...]]
+
+    @property
+    def num_sampled(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,10 @@ class Penalties:
             values = [getattr(req.sampling_params, name) for req in chosen]
             if set(values) == {neutral}:
                 return None
-            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+            return to_device(values, torch.float32, device).unsqueeze(1)
 
         return cls(
-            rows=torch.tensor(rows, device=device),
+            rows=to_device(rows, torch.int64, device),
             counts=counts,
             frequency=column("frequency_penalty", 0.0),
             presence=column("presence_penalty", 0.0),
@@ -97,8 +103,9 @@ class Penalties:
 def _token_counts(req: SampledRequest, vocab_size: int, device: torch.device | str) -> torch.Tensor:
     if req.token_counts is not None:
         return req.token_counts
+    # Nobody has counted before the request's first step, also after a retraction: then every token has been read.
     generated = torch.tensor(req.output_ids, dtype=torch.int64)
-    return torch.bincount(generated, minlength=vocab_size).to(torch.int32).to(device)
+    return to_device(torch.bincount(generated, minlength=vocab_size), torch.int32, device)
 
 
 @dataclass
@@ -120,14 +127,15 @@ class MinNewTokens:
         asking = [
             (row, left, _stop_ids(req))
             for row, req in enumerate(reqs)
-            if (left := req.sampling_params.min_new_tokens - len(req.output_ids)) > 0 and req.stop_token_ids
+            if (left := req.sampling_params.min_new_tokens - req.num_sampled) > 0 and req.stop_token_ids
         ]
         if not asking:
             return None
         ids = [ids for _, _, ids in asking]
         lefts = [left for _, left, _ in asking]
-        rows, left_of_id = _spread([row for row, _, _ in asking], ids), _spread(lefts, ids)
-        return cls(rows.to(device), torch.cat(ids).to(device), left_of_id.to(device), max(lefts))
+        rows = _spread([row for row, _, _ in asking], ids)
+        rows, all_ids, left = to_device(torch.stack([rows, torch.cat(ids), _spread(lefts, ids)]), torch.int64, device)
+        return cls(rows, all_ids, left, max(lefts))
 
     def apply(self, logits: torch.Tensor) -> None:
         if self.most_left > 0:
@@ -154,7 +162,11 @@ class LogitBias:
         biases = [_biases(reqs[row]) for row in rows]
         ids = [ids for ids, _ in biases]
         values = torch.cat([values for _, values in biases])
-        return cls(_spread(rows, ids).to(device), torch.cat(ids).to(device), values.to(device))
+        return cls(
+            to_device(_spread(rows, ids), torch.int64, device),
+            to_device(torch.cat(ids), torch.int64, device),
+            to_device(values, torch.float32, device),
+        )
 
     def apply(self, logits: torch.Tensor) -> None:
         logits[self.rows, self.ids] += self.values

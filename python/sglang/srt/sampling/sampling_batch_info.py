@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import product
 from typing import Protocol
 
 import torch
 
 from sglang.srt.constrained.vocab_mask import ConstrainedRequest, VocabMask
+from sglang.srt.platforms import to_device
 from sglang.srt.sampling.penalties import LogitBias, MinNewTokens, Penalties, SampledRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+# Most limits keep fewer tokens than this; sorting the whole vocabulary costs far more.
+CANDIDATES = 1024
+
+# Instead of a token, where there is none to choose: the logits are not finite, or every token is impossible.
+BROKEN_LOGITS, NOTHING_POSSIBLE = -1, -2
 
 
 class BatchRequest(SampledRequest, ConstrainedRequest, Protocol):
@@ -29,7 +37,8 @@ class SamplingGroup:
         top_ks: [n, 1] int64; the vocabulary's size where there is no limit.
         top_ps: [n, 1] float32; infinite where there is no limit (a running sum of probabilities may exceed 1).
         min_ps: [n, 1] float32; 0 where there is no limit.
-        filtered: some of top-k, top-p, min-p limits the rows; else the three are not looked at.
+        most_kept: of the largest probabilities of a row no more than this many are kept: at most ``CANDIDATES`` where
+            top-k says so, else the vocabulary's size. 0 where nothing limits the rows and the three are not looked at.
         seeds: [n, 1] int64, or None for rows that draw from the device's generator.
     """
 
@@ -38,7 +47,7 @@ class SamplingGroup:
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
-    filtered: bool
+    most_kept: int
     seeds: torch.Tensor | None
 
 
@@ -76,7 +85,7 @@ class SamplingBatchInfo:
             rule.apply(logits)
 
     def count(self, token_ids: torch.Tensor) -> None:
-        """Take the tokens that were sampled, [B] int64, -1 where the logits were broken."""
+        """Take the tokens that were sampled, [B] int64, negative where there was none to choose."""
         for rule in self.rules:
             rule.count(token_ids)
 
@@ -93,46 +102,60 @@ class SamplingBatchInfo:
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str
     ) -> SamplingBatchInfo:
         """Sort the requests of a batch, in its order, into greedy ones, and others by limits and by seeds."""
-        members: dict[tuple[bool, bool], list[int]] = {kind: [] for kind in product((False, True), (False, True))}
+        members: dict[tuple[_Limits, bool], list[int]] = {kind: [] for kind in product(_Limits, (False, True))}
         for row, one in enumerate(params):
             if not one.is_greedy:
-                members[_is_filtered(one, vocab_size), one.sampling_seed is not None].append(row)
+                members[_limits(one, vocab_size), one.sampling_seed is not None].append(row)
         return cls(
-            tuple(_group(params, rows, filtered, vocab_size, device) for (filtered, _), rows in members.items() if rows)
+            tuple(_group(params, rows, limits, vocab_size, device) for (limits, _), rows in members.items() if rows)
         )
 
 
-def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
-    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+class _Limits(Enum):
+    """NONE: every token is kept. FEW: at most CANDIDATES. SOME: nobody knows how many before the logits."""
+
+    NONE = auto()
+    FEW = auto()
+    SOME = auto()
+
+
+def _limits(params: SamplingParams, vocab_size: int) -> _Limits:
+    if not (0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0):
+        return _Limits.NONE
+    return _Limits.FEW if _top_k(params, vocab_size) <= CANDIDATES else _Limits.SOME
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
 def _group(
-    params: Sequence[SamplingParams], rows: list[int], filtered: bool, vocab_size: int, device: torch.device | str
+    params: Sequence[SamplingParams], rows: list[int], limits: _Limits, vocab_size: int, device: torch.device | str
 ) -> SamplingGroup:
     chosen = [params[row] for row in rows]
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+        return to_device(values, torch.float32, device).unsqueeze(1)
 
     seeds = [one.sampling_seed for one in chosen if one.sampling_seed is not None]
-    top_ks = [one.top_k if 0 < one.top_k < vocab_size else vocab_size for one in chosen]
+    top_ks = [_top_k(one, vocab_size) for one in chosen]
     return SamplingGroup(
-        rows=torch.tensor(rows, device=device),
+        rows=to_device(rows, torch.int64, device),
         temperatures=column([one.temperature for one in chosen]),
-        top_ks=torch.tensor(top_ks, device=device).unsqueeze(1),
+        top_ks=to_device(top_ks, torch.int64, device).unsqueeze(1),
         top_ps=column([one.top_p if one.top_p < 1 else math.inf for one in chosen]),
         min_ps=column([one.min_p for one in chosen]),
-        filtered=filtered,
-        seeds=torch.tensor(seeds, dtype=torch.int64, device=device).unsqueeze(1) if seeds else None,
+        most_kept=0 if limits is _Limits.NONE else max(top_ks),
+        seeds=to_device(seeds, torch.int64, device).unsqueeze(1) if seeds else None,
     )
 
 
-def why_no_token(req: BatchRequest, logits: torch.Tensor) -> tuple[str, int]:
-    """Message and HTTP status for a request whose ``logits`` [vocabulary], as sampled, had no token to choose."""
+def why_no_token(req: BatchRequest, token_id: int) -> tuple[str, int]:
+    """Message and HTTP status for a request that got ``BROKEN_LOGITS`` or ``NOTHING_POSSIBLE`` for a token."""
     least = req.sampling_params.min_new_tokens
     if req.grammar is not None and req.grammar.failure is not None:
         return f"The grammar can't be followed: {req.grammar.failure}.", 400
-    if len(req.output_ids) < least and bool(logits.isneginf().all()):
+    if len(req.output_ids) < least and token_id == NOTHING_POSSIBLE:
         return (
             f"After {len(req.output_ids)} tokens every one that could come next is a stop token, which min_new_tokens "
             f"({least}) forbids; lower it, or give fewer stop_token_ids.",
