@@ -1,5 +1,6 @@
 """Tokens per second of the whole server on a CPU, beside transformers' ``generate`` on the same dequantised weights
-and, with ``--llama-gguf``, llama.cpp on the same NVFP4 weights.
+and, with ``--llama-gguf``, llama.cpp on the same NVFP4 weights. With ``--w4a4-model-path`` a second server multiplies
+with quantised activations.
 
     python benchmark/bench_server_cpu.py --model-path "$(python -m sglang.demo_model)" --output benchmark/results/X.json
 
@@ -173,7 +174,8 @@ def llama_cpp(settings: Settings) -> tuple[Generate, dict[str, Any]]:
     return generate, {"version": llama.__version__}
 
 
-ENGINES = {"sglang-nvfp4": ours, "transformers": transformers, "llama.cpp": llama_cpp}
+OURS = ("sglang-nvfp4", "sglang-nvfp4 W4A4")
+ENGINES = {**dict.fromkeys(OURS, ours), "transformers": transformers, "llama.cpp": llama_cpp}
 
 
 def serve(settings: Settings, pipe: Connection) -> None:
@@ -256,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True, help="an NVFP4 checkpoint in ModelOpt's format")
     parser.add_argument("--llama-gguf", type=Path, help="the same checkpoint as llama.cpp's file; adds llama.cpp")
+    parser.add_argument("--w4a4-model-path", help="a checkpoint of the same model with input scales; adds its server")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
@@ -278,12 +281,14 @@ def main() -> None:
         for dtype in arguments.dtypes
         for engine in ("sglang-nvfp4", "transformers")
     ]
+    if arguments.w4a4_model_path is not None:
+        engines += [settings(OURS[1], dtype, arguments.w4a4_model_path) for dtype in arguments.dtypes]
     if arguments.llama_gguf is not None:
         engines.append(settings("llama.cpp", "gguf", str(arguments.llama_gguf)))
     rows = run(engines, arguments.repeats)
     for row in rows:
         print(
-            "{engine:14} {dtype:9} {phase:8} batch {batch}: {tokens_per_s:8.1f} tokens/s (best {best:.1f}), "
+            "{engine:17} {dtype:9} {phase:8} batch {batch}: {tokens_per_s:8.1f} tokens/s (best {best:.1f}), "
             "peak RSS {peak_rss_mb} MB".format(**row)
         )
 
@@ -292,16 +297,18 @@ def main() -> None:
             row["tokens_per_s"] for row in rows if (row["engine"], row["phase"], row["batch"]) == (engine, phase, batch)
         )
 
+    names = list(dict.fromkeys(one.engine for one in engines))
     ratios = {
-        peer: {
-            f"{phase} batch {batch}": round(fastest("sglang-nvfp4", phase, batch) / fastest(peer, phase, batch), 2)
+        f"{mine} / {peer}": {
+            f"{phase} batch {batch}": round(fastest(mine, phase, batch) / fastest(peer, phase, batch), 2)
             for phase, batch in MEASUREMENTS
         }
-        for peer in dict.fromkeys(one.engine for one in engines)
-        if peer != "sglang-nvfp4"
+        for mine in names
+        for peer in names
+        if mine in OURS and peer not in OURS
     }
-    for peer, found in ratios.items():
-        print(f"ratio to {peer} (fastest dtype of each): {found}")
+    for pair, found in ratios.items():
+        print(f"{pair}, the fastest dtype of each: {found}")
     if arguments.output:
         machine = {
             "processor": _processor(),

@@ -170,6 +170,20 @@ def test_an_old_compiler_gets_the_best_instructions_that_it_knows(monkeypatch: p
     assert asked == [isa.name for isa in cpu_extension.isas()]
 
 
+@pytest.mark.parametrize("granted", [True, False])
+def test_amx_is_used_where_the_kernel_gives_it(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_extension, "_may_use_amx", lambda: granted)
+    flags = "fpu avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512vbmi amx_tile amx_bf16"
+    monkeypatch.setattr(Path, "read_text", lambda self: f"processor : 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    cpu_extension._cpu_features.cache_clear()
+    try:
+        assert cpu_extension.isas()[0].name == ("amx" if granted else "avx512vbmi")
+    finally:
+        cpu_extension._cpu_features.cache_clear()
+
+
 def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(machine: str, features: str) -> list[str]:
         monkeypatch.setattr("platform.machine", lambda: machine)
@@ -182,5 +196,6 @@ def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert names("x86_64", f"{avx2} avx_vnni") == ["avxvnni", "avx2", "portable"]
     assert names("x86_64", f"{avx2} {avx512}") == ["avx512vnni", "avx2", "portable"]
     assert names("x86_64", f"{avx2} {avx512} avx512vbmi")[0] == "avx512vbmi"
+    assert names("x86_64", f"{avx2} {avx512} avx512vbmi amx_tile amx_bf16")[:2] == ["amx", "avx512vbmi"]
     assert names("aarch64", "asimd asimddp") == ["neon", "portable"]
     assert names("riscv64", "") == ["portable"]

@@ -71,14 +71,7 @@ def _silu(operators: Operators, x: torch.Tensor, dtype: torch.dtype) -> tuple[to
     return (operators.silu_and_mul(x),)
 
 
-def _rotate(operators: Operators, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, heads, dim = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
-    angles = torch.outer(torch.arange(tokens).float(), torch.linspace(1, 0, dim)).unsqueeze(1)
-    mine = x.view(tokens, heads, dim) if x.is_contiguous() else x if x.dim() == 3 else x.unsqueeze(1)
-    return (operators.rotate(mine.clone(), angles.cos().to(dtype), angles.sin().to(dtype)),)
-
-
-CASES: dict[str, Case] = {"rms_norm": _norm, "add_rms_norm": _add_norm, "silu_and_mul": _silu, "rotate": _rotate}
+CASES: dict[str, Case] = {"rms_norm": _norm, "add_rms_norm": _add_norm, "silu_and_mul": _silu}
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "wide", "columns"])
@@ -137,12 +130,39 @@ def test_max(operators: CpuOperators, rows: int, n: int, layout: str) -> None:
         assert values[-1].isnan() and torch.equal(values[:-1], wanted[:-1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("per_position", [False, True])
+@pytest.mark.parametrize("half", [5, 32, 64])
+def test_cos_sin(operators: CpuOperators, half: int, per_position: bool, dtype: torch.dtype) -> None:
+    positions = torch.tensor([[0, 1], [1, 1], [7, 1], [511, 1], [8191, 1], [131071, 1]])[:, 0]
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(half) / half)
+    if per_position:
+        inv_freq = inv_freq * torch.linspace(0.5, 1.0, len(positions)).unsqueeze(1)
+    for factor in (1.0, 0.7):
+        ours = on_threads(lambda: operators.cos_sin(positions, inv_freq, factor, dtype))  # noqa: B023
+        for mine, wanted in zip(ours, TORCH_OPERATORS.cos_sin(positions, inv_freq, factor, dtype), strict=True):
+            assert mine.dtype == dtype and mine.shape == wanted.shape == (len(positions), 1, 2 * half)
+            torch.testing.assert_close(mine, wanted, rtol=TOLERANCE[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(operators: CpuOperators, stored: torch.dtype, dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(50, 70).to(stored), torch.tensor([3, 49, 0, 3, 1])[::2]
+    (rows,) = on_threads(lambda: (operators.embedding(ids, weight, dtype),))
+    assert rows.dtype == dtype and torch.equal(rows, weight[ids].to(dtype))
+    for bad in (-1, 50):
+        with pytest.raises(IndexError, match="outside the vocabulary of 50"):
+            operators.embedding(torch.tensor([0, bad]), weight, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(0, 8, 16), (1, 1, 1), (2, 33, 70), (7, 5, 576), (50, 130, 64), (3, 6, 5000), (400, 3, 2049)]
 )
-def test_bf16_linear(operators: CpuOperators, m: int, n: int, k: int, with_bias: bool) -> None:
-    x, weight = rows_of((m, k), "wide", torch.float32), torch.randn(n, k).bfloat16()
+def test_bf16_linear(operators: CpuOperators, m: int, n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, weight = rows_of((m, k), "wide", dtype), torch.randn(n, k).bfloat16()
     bias = torch.randn(2 * n)[::2] if with_bias else None
     (ours,) = on_threads(lambda: (operators.bf16_linear(x, weight, bias),))
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -157,7 +177,7 @@ def test_bf16_linear(operators: CpuOperators, m: int, n: int, k: int, with_bias:
 def test_who_computes_where(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     operators_for.cache_clear()
     try:
-        assert operators_for("cuda") is TORCH_OPERATORS
+        assert operators_for("meta") is TORCH_OPERATORS
         assert isinstance(operators_for("cpu"), CpuOperators) and operators_for("cpu") is operators_for("cpu")
         operators_for.cache_clear()
         monkeypatch.setattr(cpu_extension, "unavailable", lambda: "needs a C++ compiler")

@@ -39,7 +39,7 @@ def test_every_kernel_compiles_without_spills(capability: tuple[int, int], dtype
         log = nvrtc.compile_source(*w4a16.program(tiling, dtype, capability)).log
         spills = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
         registers = re.findall(r"Used (\d+) registers", log)
-        print(w4a16.architecture(capability), dtype, tiling or "dequantize", *registers, "registers")
+        print(nvrtc.architecture(capability), dtype, tiling or "dequantize", *registers, "registers")
         assert registers and spills
         assert not any(spills), (tiling, log)
         assert "serialized" not in log, "the assembler waits for each wgmma"

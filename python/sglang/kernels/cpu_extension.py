@@ -7,17 +7,20 @@ is the libgomp that torch has loaded (the names are equal), so both share one po
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +47,7 @@ _INSTALL = {
 }
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_AMX = ("amx_tile", "amx_bf16")
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class Isa:
 
 def _x86(name: str, *features: str) -> Isa:
     spelling = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
-    return Isa(name, "x86_64", features, tuple(f"-m{spelling.get(feature, feature)}" for feature in features))
+    flags = (f"-m{spelling.get(feature, feature.replace('_', '-'))}" for feature in features)
+    return Isa(name, "x86_64", features, tuple(flags))
 
 
 # The first whose features the CPU has is used.
 ISAS = (
+    _x86("amx", *_AVX2, *_AVX512, "avx512vbmi", *_AMX),
     _x86("avx512vbmi", *_AVX2, *_AVX512, "avx512vbmi"),
     _x86("avx512vnni", *_AVX2, *_AVX512),
     _x86("avxvnni", *_AVX2, "avx_vnni"),
@@ -91,8 +97,15 @@ def _cpu_features() -> frozenset[str]:
     for line in file.read_text().splitlines() if file.exists() else []:
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+            features = frozenset(value.split())
+            return features if features.isdisjoint(_AMX) or _may_use_amx() else features.difference(_AMX)
     return frozenset()
+
+
+def _may_use_amx() -> bool:
+    """Ask Linux for room for AMX's registers, which a process gets once it has asked."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def _compiler() -> list[str]:
@@ -177,9 +190,88 @@ def _compile(command: list[str], units: list[Path], name: str, isa: Isa) -> Path
     return output
 
 
+_POINTER, _SIZE, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+# The arguments of each function; those that can fail return an errno value.
+_SIGNATURES: dict[str, list[type]] = {
+    "sglang_fp4_gemm": [_POINTER, _SIZE, *[_POINTER] * 7, *[_SIZE] * 3, *[_INTEGER] * 2],
+    "sglang_rms_norm": [*[_POINTER] * 4, *[_SIZE] * 5, _NUMBER, *[_INTEGER] * 2],
+    "sglang_silu_and_mul": [_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, *[_INTEGER] * 2],
+    "sglang_cos_sin": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _NUMBER, *[_INTEGER] * 2],
+    "sglang_embedding": [*[_POINTER] * 3, *[_SIZE] * 3, *[_INTEGER] * 3],
+    "sglang_max": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INTEGER],
+    "sglang_bf16_linear": [_POINTER, _SIZE, *[_POINTER] * 3, *[_SIZE] * 3, *[_INTEGER] * 2],
+    "sglang_attention": [
+        *[_POINTER] * 3, *[_SIZE] * 3, *[_POINTER] * 6, _SIZE, *[_POINTER] * 4, *[_SIZE] * 5, *[_NUMBER] * 3,
+        *[_INTEGER] * 3,
+    ],
+}  # fmt: skip
+_FAIL = {"sglang_fp4_gemm", "sglang_embedding", "sglang_bf16_linear", "sglang_attention"}
+
+
+class Function:
+    """A function of the library, called with Python's numbers and addresses (None: null)."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._recorded = getattr(library, f"{name}_recorded")
+        self._call = getattr(library, name)
+        self._call.argtypes = self.argtypes = _SIGNATURES[name]
+        self._call.restype = _INTEGER if name in _FAIL else None
+
+    @property
+    def recorded(self) -> int:
+        """The address of its twin that takes all arguments in one array of 8 bytes each."""
+        address = ctypes.cast(self._recorded, _POINTER).value
+        assert address is not None
+        return address
+
+    def pack(self, arguments: tuple[float | None, ...]) -> bytes:
+        """What that twin reads."""
+        values = zip(self.argtypes, arguments, strict=True)
+        return b"".join(struct.pack("d" if kind is _NUMBER else "q", value or 0) for kind, value in values)
+
+    def __call__(self, *arguments: float | None) -> int | None:
+        if (calls := recording.get()) is not None:
+            calls.append((self, arguments))
+        result: int | None = self._call(*arguments)
+        return result
+
+
+def raise_for(error: int) -> None:
+    """Raise what a function's result means, unless it is 0.
+
+    Raises:
+        IndexError: EINVAL, a token id is outside the vocabulary.
+        MemoryError: ENOMEM.
+    """
+    if error == errno.EINVAL:
+        raise IndexError("a token id is outside the vocabulary")
+    if error:
+        raise MemoryError("no memory for what a CPU kernel works in")
+
+
+# Where calls of this thread are noted, if they are.
+recording: ContextVar[list[tuple[Function, tuple[float | None, ...]]] | None] = ContextVar("recording", default=None)
+
+
+class Library:
+    """The functions of one build, as attributes."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = {name: Function(library, name) for name in _SIGNATURES}
+        self.replay = library.sglang_replay
+        self.replay.argtypes = [_POINTER, _SIZE]
+        self.replay.restype = _INTEGER
+
+    def __getattr__(self, name: str) -> Function:
+        try:
+            return self._functions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 @cache
-def load(isa: Isa | None = None) -> ctypes.CDLL:
-    """The library with its functions' types declared: for ``isa``, or the best that CPU and compiler know.
+def load(isa: Isa | None = None) -> Library:
+    """The library's functions: for ``isa``, or the best that CPU and compiler know.
 
     Raises:
         CompileError: see :func:`build`, or the library can't be loaded.
@@ -195,24 +287,7 @@ def load(isa: Isa | None = None) -> ctypes.CDLL:
         library = ctypes.CDLL(str(build(isa)))
     except OSError as error:
         raise CompileError(f"the compiled CPU kernel can't be loaded: {error}") from None
-    pointer, size, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.sglang_fp4_gemm.argtypes = [pointer, size, *[pointer] * 7, size, size, size, integer, integer]
-    library.sglang_fp4_gemm.restype = integer
-    number = ctypes.c_float
-    library.sglang_rms_norm.argtypes = [*[pointer] * 4, *[size] * 5, number, integer, integer]
-    library.sglang_silu_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer]
-    library.sglang_rotate.argtypes = [pointer, size, pointer, pointer, size, size, size, integer, integer]
-    library.sglang_max.argtypes = [pointer, size, pointer, pointer, size, size, integer]
-    library.sglang_bf16_linear.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size, integer]
-    library.sglang_attention.argtypes = [
-        *[pointer] * 3, size, size, *[pointer] * 4, size, *[pointer] * 4, *[size] * 5, number, number, number,
-        integer, integer, integer,
-    ]  # fmt: skip
-    library.sglang_attention.restype = integer
-    for function in (library.sglang_rms_norm, library.sglang_silu_and_mul, library.sglang_rotate, library.sglang_max):
-        function.restype = None
-    library.sglang_bf16_linear.restype = None
-    return library
+    return Library(library)
 
 
 @cache

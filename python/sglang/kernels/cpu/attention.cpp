@@ -1,4 +1,4 @@
-// Causal attention that reads keys and values where the paged KV cache has them.
+// Causal attention that rotates queries and keys, writes keys and values to the paged KV cache and reads them there.
 //
 // Work is cut into items: a request, a run of its new tokens, a KV head, and for a single new token a piece of its keys.
 // The cuts depend on the request alone, and pieces are joined in their order: neither the rest of the batch nor the
@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "recorded.h"
 #include "vector.h"
 
 namespace {
@@ -21,8 +22,9 @@ constexpr int64_t PIECE = 512; // keys of an item with one new token
 constexpr int64_t THREAD_PRODUCTS = 1 << 14;
 
 struct Call {
-  const void *q, *k, *v;  // [tokens][heads or kv_heads][dim], tokens q_stride or kv_stride apart
-  int64_t q_stride, kv_stride;
+  const void *q, *k, *v;  // [tokens][heads or kv_heads][dim], tokens a stride apart
+  int64_t q_stride, k_stride, v_stride;
+  const void *cos, *sin;  // [tokens][dim]; sin is negative in the first half. null: nothing is rotated
   void *key_cache, *value_cache;  // [slots][kv_heads][dim]
   const int64_t* slots;           // [tokens], where k and v go
   const int32_t* table;           // the slot of position p of row r is table[r * table_stride + p]
@@ -41,15 +43,64 @@ struct Item {
   int64_t partial, pieces;  // where the result goes if there are several pieces
 };
 
+// Hands f(index, vector, count) a head as it is, or with each value of its first half rotated with that of its second.
+template <class T, class F>
+void rotated_head(const Call& c, const T* head, int64_t token, F f) {
+  if (!c.cos) {
+    pieces(c.dim, [&](int64_t i, int64_t n) { f(i, load_some(head + i, n), n); });
+    return;
+  }
+  const int64_t half = c.dim / 2;
+  const T *cos = static_cast<const T*>(c.cos) + token * c.dim, *sin = static_cast<const T*>(c.sin) + token * c.dim;
+  pieces(half, [&](int64_t i, int64_t n) {
+    const Vec a = load_some(head + i, n), b = load_some(head + half + i, n);
+    const Vec first = rounded<T>(a * load_some(cos + i, n)), second = rounded<T>(b * load_some(cos + half + i, n));
+    f(i, rounded<T>(fma(b, load_some(sin + i, n), first)), n);
+    f(half + i, rounded<T>(fma(a, load_some(sin + half + i, n), second)), n);
+  });
+}
+
 // Room for one item.
 struct Scratch {
   std::vector<float> q, scores, keys, values, sums, tops, weights;
-  std::vector<const void*> pointers;
 
-  Scratch(int64_t rows, int64_t dim, bool converts)
-      : q(rows * dim), scores(rows * TILE), keys(converts ? TILE * dim : 0), values(keys.size()), sums(rows * dim),
-        tops(rows), weights(rows), pointers(2 * TILE) {}
+  Scratch(int64_t rows, int64_t dim)
+      : q(rows * dim), scores(rows * TILE), keys(many(rows) ? TILE * dim : 0), values(keys.size()), sums(rows * dim),
+        tops(rows), weights(rows) {}
+
+  // Whether several groups of rows read a tile, so that it pays to prepare it: keys [dim][TILE], values in float32.
+  static bool many(int64_t rows) { return rows > DOT_ROWS; }
 };
+
+// to [dim][TILE] = keys [count][dim]; columns behind count are filled with anything.
+template <class T>
+void transpose_keys(const T* const* keys, int count, int64_t dim, float* to) {
+  for (int j = 0; j < count; j += LANES)
+    pieces(dim, [&](int64_t d, int64_t n) {
+      Vec rows[LANES];
+      UNROLL16 for (int i = 0; i < LANES; ++i) rows[i] = load_some(keys[std::min(j + i, count - 1)] + d, n);
+      transpose(rows);
+      for (int64_t i = 0; i < n; ++i) store(to + (d + i) * TILE + j, rows[i]);
+    });
+}
+
+// scores [MR][TILE] = q [MR][dim] keys [dim][TILE].
+template <int MR>
+void score_tile(const float* q, const float* keys, int64_t dim, float* scores) {
+  for (int first = 0; first < TILE; first += 4 * LANES) {
+    Vec s[MR][4] = {};
+    for (int64_t d = 0; d < dim; ++d) {
+      Vec a[MR];
+      UNROLL for (int i = 0; i < MR; ++i) a[i] = splat(q[i * dim + d]);
+      UNROLL for (int c = 0; c < 4; ++c) {
+        const Vec k = load(keys + d * TILE + first + c * LANES);
+        UNROLL for (int i = 0; i < MR; ++i) s[i][c] = fma(a[i], k, s[i][c]);
+      }
+    }
+    UNROLL for (int i = 0; i < MR; ++i)
+      UNROLL for (int c = 0; c < 4; ++c) store(scores + i * TILE + first + c * LANES, s[i][c]);
+  }
+}
 
 template <int MR, class T>
 void score_rows(const float* q, const T* const* keys, int count, int64_t dim, float* scores) {
@@ -112,12 +163,15 @@ void grouped(int64_t rows, F f) {
 // Scores of one tile of keys to the weights of its values; sums are brought to the new largest score.
 inline void softmax_tile(float* scores, int64_t begin, int64_t end, float scale, float& top, float& weight,
                          float* sums, int64_t dim) {
-  Vec best = splat(-INFINITY);
+  const Vec none = splat(-INFINITY);
+  const Ints lanes = lane_numbers();
+  Vec best = none;
   for (int j = 0; j < TILE; j += LANES) {
     Vec s = load(scores + j) * scale;
-    if (j < begin || j + LANES > end)
-      for (int i = 0; i < LANES; ++i)
-        if (j + i < begin || j + i >= end) s[i] = -INFINITY;
+    if (j < begin || j + LANES > end) {
+      const int first = static_cast<int>(std::max<int64_t>(begin - j, 0)), behind = static_cast<int>(end - j);
+      s = select((lanes >= first) & (lanes < behind), s, none);
+    }
     store(scores + j, s);
     best = larger(s, best);
   }
@@ -129,7 +183,9 @@ inline void softmax_tile(float* scores, int64_t begin, int64_t end, float scale,
     store(scores + j, p);
     total += p;
   }
-  if (top != new_top) {
+  if (top == -INFINITY) {
+    top = new_top;  // nothing was added yet
+  } else if (top != new_top) {
     const float factor = exp(splat(top - subtracted))[0];
     weight *= factor;
     pieces(dim, [&](int64_t d, int64_t n) { store_some(sums + d, load_some(sums + d, n) * factor, n); });
@@ -138,12 +194,24 @@ inline void softmax_tile(float* scores, int64_t begin, int64_t end, float scale,
   weight += sum(total);
 }
 
+// Scores of a tile of `count` keys from `at` on, and the values that they weigh.
 template <class T>
 void multiply_tile(const Call& c, const Item& item, Scratch& s, const T* const* keys, const T* const* values, int64_t at,
                    int count) {
   const int64_t group = c.heads / c.kv_heads, rows = item.count * group;
+  const bool many = Scratch::many(rows);
+  if (many) {
+    transpose_keys(keys, count, c.dim, s.keys.data());
+    for (int j = 0; j < count; ++j)
+      pieces(c.dim, [&](int64_t d, int64_t n) { store_some(&s.values[j * c.dim + d], load_some(values[j] + d, n), n); });
+  }
   grouped(rows, [&](auto height, int64_t row) {
-    score_rows<height.value>(&s.q[row * c.dim], keys, count, c.dim, &s.scores[row * TILE]);
+    const float* q = &s.q[row * c.dim];
+    float* scores = &s.scores[row * TILE];
+    if (many)
+      score_tile<height.value>(q, s.keys.data(), c.dim, scores);
+    else
+      score_rows<height.value>(q, keys, count, c.dim, scores);
   });
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = item.position + row / group;
@@ -151,8 +219,15 @@ void multiply_tile(const Call& c, const Item& item, Scratch& s, const T* const* 
     softmax_tile(&s.scores[row * TILE], first - at, std::min<int64_t>(position + 1 - at, count), c.scaling * c.k_scale,
                  s.tops[row], s.weights[row], &s.sums[row * c.dim], c.dim);
   }
+  const float* wide[TILE];
+  for (int j = 0; j < count; ++j) wide[j] = &s.values[j * c.dim];
   grouped(rows, [&](auto height, int64_t row) {
-    add_values<height.value>(&s.scores[row * TILE], values, count, c.dim, &s.sums[row * c.dim]);
+    const float* weights = &s.scores[row * TILE];
+    float* sums = &s.sums[row * c.dim];
+    if (many)
+      add_values<height.value>(weights, wide, count, c.dim, sums);
+    else
+      add_values<height.value>(weights, values, count, c.dim, sums);
   });
 }
 
@@ -175,50 +250,30 @@ void prefetch(const T* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i);
 }
 
-// Whether a tile of keys and values is turned into float32 first, because several groups of rows will read it.
-template <class Cached>
-bool converts(int64_t rows) {
-  return !std::is_same<Cached, float>::value && rows > DOT_ROWS;
-}
-
 template <class T, class Cached>
 void attend(const Call& c, const Item& item, Scratch& s, float* partials) {
   const int64_t group = c.heads / c.kv_heads, rows = item.count * group;
   for (int64_t row = 0; row < rows; ++row) {
     const T* from = static_cast<const T*>(c.q) + (item.token + row / group) * c.q_stride +
                     (item.kv_head * group + row % group) * c.dim;
-    pieces(c.dim, [&](int64_t d, int64_t n) { store_some(&s.q[row * c.dim + d], load_some(from + d, n), n); });
+    rotated_head(c, from, item.token + row / group,
+                 [&](int64_t d, Vec v, int64_t n) { store_some(&s.q[row * c.dim + d], v, n); });
   }
   std::fill_n(s.sums.begin(), rows * c.dim, 0.0f);
   std::fill_n(s.tops.begin(), rows, -INFINITY);
   std::fill_n(s.weights.begin(), rows, 0.0f);
   const int32_t* slots = c.table + c.rows[item.request] * c.table_stride;
-  const bool convert = converts<Cached>(rows);
   for (int64_t at = item.begin; at < item.end; at += TILE) {
     const int count = static_cast<int>(std::min<int64_t>(TILE, item.end - at));
-    const void **keys = s.pointers.data(), **values = keys + TILE;
+    const Cached *keys[TILE], *values[TILE];
     for (int j = 0; j < count; ++j) {
       const int64_t offset = (slots[at + j] * c.kv_heads + item.kv_head) * c.dim;
-      const Cached *key = static_cast<const Cached*>(c.key_cache) + offset,
-                   *value = static_cast<const Cached*>(c.value_cache) + offset;
-      keys[j] = key, values[j] = value;
-      prefetch(key, c.dim);
-      prefetch(value, c.dim);
-      if (convert) {
-        float *k = &s.keys[j * c.dim], *v = &s.values[j * c.dim];
-        pieces(c.dim, [&](int64_t d, int64_t n) {
-          store_some(k + d, load_some(key + d, n), n);
-          store_some(v + d, load_some(value + d, n), n);
-        });
-        keys[j] = k, values[j] = v;
-      }
+      keys[j] = static_cast<const Cached*>(c.key_cache) + offset;
+      values[j] = static_cast<const Cached*>(c.value_cache) + offset;
+      prefetch(keys[j], c.dim);
+      prefetch(values[j], c.dim);
     }
-    if (convert)
-      multiply_tile(c, item, s, reinterpret_cast<const float* const*>(keys),
-                    reinterpret_cast<const float* const*>(values), at, count);
-    else
-      multiply_tile(c, item, s, reinterpret_cast<const Cached* const*>(keys),
-                    reinterpret_cast<const Cached* const*>(values), at, count);
+    multiply_tile(c, item, s, keys, values, at, count);
   }
   if (item.pieces == 1) {
     write_rows<T>(c, item, s);
@@ -254,16 +309,16 @@ void join(const Call& c, const Item& item, Scratch& s, const float* partials) {
 }
 
 template <class T, class Cached>
-void store_new(const Call& c, int64_t token, int64_t size) {
-  const T *k = static_cast<const T*>(c.k) + token * c.kv_stride, *v = static_cast<const T*>(c.v) + token * c.kv_stride;
-  Cached *keys = static_cast<Cached*>(c.key_cache) + c.slots[token] * size,
-         *values = static_cast<Cached*>(c.value_cache) + c.slots[token] * size;
-  pieces(size, [&](int64_t i, int64_t n) {
-    Vec a = load_some(k + i, n), b = load_some(v + i, n);
-    if (std::is_same<Cached, E4m3>::value) a = a / splat(c.k_scale), b = b / splat(c.v_scale);
-    store_some(keys + i, a, n);
-    store_some(values + i, b, n);
-  });
+void store_new(const Call& c, int64_t token) {
+  const T *k = static_cast<const T*>(c.k) + token * c.k_stride, *v = static_cast<const T*>(c.v) + token * c.v_stride;
+  const int64_t size = c.kv_heads * c.dim, slot = c.slots[token] * size;
+  auto put_at = [](void* cache, int64_t i, Vec values, float scale, int64_t n) {
+    store_some(static_cast<Cached*>(cache) + i, std::is_same<Cached, E4m3>::value ? values / splat(scale) : values, n);
+  };
+  for (int64_t head = 0; head < size; head += c.dim)
+    rotated_head(c, k + head, token,
+                 [&](int64_t d, Vec a, int64_t n) { put_at(c.key_cache, slot + head + d, a, c.k_scale, n); });
+  pieces(size, [&](int64_t i, int64_t n) { put_at(c.value_cache, slot + i, load_some(v + i, n), c.v_scale, n); });
 }
 
 template <class T, class Cached>
@@ -289,12 +344,12 @@ void run(const Call& c, int threads) {
   }
   std::vector<float> partial(partials * partial_size(c));
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + products / THREAD_PRODUCTS));
-  std::vector<Scratch> scratches(threads, Scratch(height, c.dim, converts<Cached>(height)));
+  std::vector<Scratch> scratches(threads, Scratch(height, c.dim));
   const int64_t count = static_cast<int64_t>(items.size());
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < token; ++t) store_new<T, Cached>(c, t, c.kv_heads * c.dim);
+    for (int64_t t = 0; t < token; ++t) store_new<T, Cached>(c, t);
     // The last queries of a long prompt have the most keys: they start first.
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < count; ++i)
@@ -311,16 +366,17 @@ void run(const Call& c, int threads) {
 
 }  // namespace
 
-// Writes k and v to their slots, then attends. dtype of q, k, v and out: 0 float32, 1 bfloat16; of the cache also
-// 2 e4m3, whose values are multiplied by k_scale and v_scale. Returns 0, or ENOMEM.
-extern "C" int sglang_attention(const void* q, const void* k, const void* v, int64_t q_stride, int64_t kv_stride,
-                                void* key_cache, void* value_cache, const int64_t* slots, const int32_t* table,
-                                int64_t table_stride, const int64_t* rows, const int64_t* lengths, const int64_t* news,
-                                void* out, int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim,
-                                int64_t window, float scaling, float k_scale, float v_scale, int dtype, int cache_dtype,
-                                int threads) {
-  const Call c{q,    k,       v,    q_stride, kv_stride, key_cache, value_cache, slots,  table,   table_stride, rows, lengths,
-               news, out, requests, heads,    kv_heads,  dim,       window,      scaling, k_scale, v_scale};
+// Writes k and v to their slots, then attends. dtype of q, k, v, cos, sin and out: 0 float32, 1 bfloat16; of the cache
+// also 2 e4m3, whose values are multiplied by k_scale and v_scale. Returns 0, or ENOMEM.
+extern "C" int sglang_attention(const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride,
+                                int64_t v_stride, const void* cos, const void* sin, void* key_cache, void* value_cache,
+                                const int64_t* slots, const int32_t* table, int64_t table_stride, const int64_t* rows,
+                                const int64_t* lengths, const int64_t* news, void* out, int64_t requests, int64_t heads,
+                                int64_t kv_heads, int64_t dim, int64_t window, float scaling, float k_scale,
+                                float v_scale, int dtype, int cache_dtype, int threads) {
+  const Call c{q,     k,     v,            q_stride, k_stride, v_stride, cos,  sin, key_cache, value_cache,
+               slots, table, table_stride, rows,     lengths,  news,     out,  requests, heads, kv_heads,
+               dim,   window, scaling,     k_scale,  v_scale};
   using Run = void (*)(const Call&, int);
   static constexpr Run RUNS[2][3] = {{run<float, float>, run<float, Bf16>, run<float, E4m3>},
                                      {run<Bf16, float>, run<Bf16, Bf16>, run<Bf16, E4m3>}};
@@ -331,3 +387,5 @@ extern "C" int sglang_attention(const void* q, const void* k, const void* v, int
   }
   return 0;
 }
+
+RECORDABLE(sglang_attention)

@@ -1,30 +1,30 @@
 // y = round((x W^T) * column scale [* input scale]) + bias for NVFP4 weights, the same bits on every CPU, for any
 // number of rows and threads. Float32 sums run over the blocks of 16 columns in ascending order, sum = 0 at first:
 //   W4A4: sum = round(sum + product of the blocks), which is exact, being one of integers times scales.
-//   x kept: part = 0, part = round(part + x_k e2m1_k) for k = 0..15, sum = round(sum + part * scale).
+//   x kept: part = 0, part = round(part + x_k e2m1_k) for k = 0..15, sum = round(sum + part * scale); for bfloat16 x
+//     two parts, of the even k and of the odd ones, which are then added: that is how AMX adds.
 //
 // Weights: panels of 32 rows. codes [panels][K / 16][2][2][4][2][4][2]: byte (g, z, u, h, r, i) of a block holds
 // columns 8 z + 2 h + i (low nibble) and 8 z + 4 + 2 h + i of row 16 g + 4 u + r. scales [panels][K / 16][32]: e4m3
 // bits.
+
+#include <omp.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <memory>
 
-#include "activation.h"
+#include "fp4_gemm.h"
+#include "recorded.h"
 #include "simd.h"
 
 namespace {
 
-constexpr int PANEL = 32;  // rows of a weight panel
 constexpr int MAX_ROWS = 6;  // of x, that one weight register meets
 constexpr int MAX_TILE = 32 * MAX_ROWS;
-constexpr int64_t TILE_BYTES = 1 << 20;    // rows of x that stay in the L2 cache
-constexpr int PREPARED = 64;               // blocks that one thread prepares at once
-constexpr int64_t THREAD_BYTES = 1 << 13;  // of x meeting a panel: work that pays for another thread
-constexpr int AHEAD = 2048;                // bytes of codes to fetch in advance, where a weight is read once
-constexpr int CODES = BLOCK * PANEL / 2;   // bytes of a block of a panel
+constexpr int PREPARED = 64;  // blocks that one thread prepares at once
+constexpr int AHEAD = 2048;   // bytes of codes to fetch in advance, where a weight is read once
 constexpr int L = Simd::LANES;
 
 struct Scratch {
@@ -32,23 +32,6 @@ struct Scratch {
   alignas(64) float scales[32 * PANEL];
   alignas(64) float sums[MAX_TILE * PANEL];
 };
-
-struct Call {
-  const void* x;
-  int64_t x_stride;
-  const uint8_t* codes;
-  const uint8_t* scales;
-  const float* column_scale;
-  const float* input_scale;      // null: x is kept
-  const float* input_scale_inv;
-  const void* bias;              // may be null
-  void* out;
-  int64_t m, n, blocks;
-};
-
-const uint8_t* codes_of(const uint8_t* codes, int b, int row) {
-  return codes + b * CODES + row / 16 * 128 + row % 16 * 4;
-}
 
 void fetch_ahead(const uint8_t* codes, const uint8_t* scales, int b) {
   UNROLL for (int line = 0; line < CODES; line += 64) __builtin_prefetch(codes + b * CODES + AHEAD + line);
@@ -129,7 +112,8 @@ struct Quantised {
   }
 };
 
-// float32 [16][R].
+// float32 [16][R]. CHAINS: a block's columns k, k + CHAINS, ... are added up apart from the others.
+template <int CHAINS>
 struct Kept {
   static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS, PACKED_ROWS = 2;
 
@@ -166,23 +150,27 @@ struct Kept {
       const float* x = reinterpret_cast<const float*>(operand) + b * BLOCK * R;
       if (PACKED) fetch_ahead(codes, scales_, b);
       for (int row = 0; row < PANEL; row += NV * L) {
-        Simd::Float part[R][NV];
-        UNROLL for (int r = 0; r < R; ++r)
-          UNROLL for (int v = 0; v < NV; ++v) part[r][v] = Simd::constant(0.0f);
+        Simd::Float chains[CHAINS][R][NV];
+        UNROLL for (int c = 0; c < CHAINS; ++c)
+          UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int v = 0; v < NV; ++v) chains[c][r][v] = Simd::constant(0.0f);
+        auto add = [&](int c, int k, int r, int v, Simd::Float weight) __attribute__((always_inline)) {
+          chains[c][r][v] = Simd::fma(Simd::broadcast(x + k * R + r), weight, chains[c][r][v]);
+        };
         if (PACKED) {
           UNROLL for (int zh = 0; zh < 4; ++zh)
             UNROLL for (int v = 0; v < NV; ++v) {
               Simd::Float four[4];
               Simd::four(codes_of(codes, b, row + v * L) + zh / 2 * 64, zh % 2, four);
               UNROLL for (int k = 0; k < 4; ++k)
-                UNROLL for (int r = 0; r < R; ++r)
-                  part[r][v] = Simd::fma(Simd::broadcast(x + (4 * zh + k) * R + r), four[k], part[r][v]);
+                UNROLL for (int r = 0; r < R; ++r) add(k % CHAINS, 4 * zh + k, r, v, four[k]);
             }
         } else {
-          _Pragma("GCC unroll 4") for (int k = 0; k < BLOCK; ++k, w += NV * L)
-            UNROLL for (int r = 0; r < R; ++r)
-              UNROLL for (int v = 0; v < NV; ++v)
-                part[r][v] = Simd::fma(Simd::broadcast(x + k * R + r), Simd::load(w + v * L), part[r][v]);
+          UNROLL for (int c = 0; c < CHAINS; ++c)
+            _Pragma("GCC unroll 4") for (int k = c; k < BLOCK; k += CHAINS)
+              UNROLL for (int r = 0; r < R; ++r)
+                UNROLL for (int v = 0; v < NV; ++v) add(c, k, r, v, Simd::load(w + (k * NV + v) * L));
+          w += BLOCK * NV * L;
         }
         UNROLL for (int v = 0; v < NV; ++v) {
           const int first = row + v * L;
@@ -190,29 +178,15 @@ struct Kept {
               PACKED ? scales(scales_ + b * PANEL + first) : Simd::load(s.scales + b * PANEL + first);
           UNROLL for (int r = 0; r < R; ++r) {
             float* sum = sums + r * PANEL + first;
-            Simd::store(sum, Simd::fma(part[r][v], scale, Simd::load(sum)));
+            Simd::Float part = chains[0][r][v];
+            UNROLL for (int c = 1; c < CHAINS; ++c) part = Simd::add(part, chains[c][r][v]);
+            Simd::store(sum, Simd::fma(part, scale, Simd::load(sum)));
           }
         }
       }
     }
   }
 };
-
-template <class T>
-void write(const Call& c, int64_t m, int rows, int64_t n, const float* sums) {
-  const int columns = static_cast<int>(std::min<int64_t>(PANEL, c.n - n));
-  float scale[PANEL], bias[PANEL];
-  for (int i = 0; i < columns; ++i) {
-    scale[i] = c.input_scale ? c.column_scale[n + i] * *c.input_scale : c.column_scale[n + i];
-    if (c.bias) bias[i] = to_float(static_cast<const T*>(c.bias)[n + i]);
-  }
-  for (int r = 0; r < rows; ++r, sums += PANEL) {
-    T* out = static_cast<T*>(c.out) + (m + r) * c.n + n;
-    for (int i = 0; i < columns; ++i) round_to(sums[i] * scale[i], out + i);
-    if (c.bias)
-      for (int i = 0; i < columns; ++i) round_to(to_float(out[i]) + bias[i], out + i);
-  }
-}
 
 using Multiply = void (*)(const uint8_t*, const uint8_t*, const uint8_t*, const Scratch&, int, float*);
 
@@ -260,21 +234,31 @@ int gemm(const Kernels& k, const Call& c, int threads) {
   const int64_t tiles = (c.m + tile - 1) / tile, panels = (c.n + PANEL - 1) / PANEL;
   const int64_t pieces = (c.blocks + PREPARED - 1) / PREPARED;
   const bool packed = c.m <= k.packed_rows;  // unpacked weights would be used too rarely
-  std::unique_ptr<uint8_t, decltype(&free)> operand(static_cast<uint8_t*>(malloc(c.m * row_bytes)), &free);
-  if (!operand) return ENOMEM;
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + c.m * panels * row_bytes / THREAD_BYTES));
+  // So little to prepare that each thread does it for itself, rather than wait for the others.
+  const bool apart = c.m * pieces <= 2 * threads;
+  const int64_t operand_bytes = c.m * row_bytes;
+  std::unique_ptr<uint8_t, decltype(&free)> operands(
+      static_cast<uint8_t*>(malloc(operand_bytes * (apart ? threads : 1))), &free);
+  if (!operands) return ENOMEM;
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < c.m * pieces; ++i) {
+    uint8_t* const operand = operands.get() + (apart ? omp_get_thread_num() * operand_bytes : 0);
+    auto prepare = [&](int64_t i) {
       const int64_t m = i / pieces, first = i % pieces * PREPARED, top = m / height * height;
       const int rows = static_cast<int>(std::min<int64_t>(height, c.m - top));
-      k.prepare(c, m, first, std::min(first + PREPARED, c.blocks), operand.get() + top * row_bytes, rows,
+      k.prepare(c, m, first, std::min(first + PREPARED, c.blocks), operand + top * row_bytes, rows,
                 static_cast<int>(m - top));
+    };
+    if (apart) {
+      for (int64_t i = 0; i < c.m * pieces; ++i) prepare(i);
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < c.m * pieces; ++i) prepare(i);
     }
     Scratch scratch;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < tiles * panels; ++i) {
       const int64_t top = i / panels * tile, panel = i % panels;
       const int in_tile = static_cast<int>(std::min(tile, c.m - top));
@@ -286,7 +270,7 @@ int gemm(const Kernels& k, const Call& c, int threads) {
         if (!packed) k.unpack(codes, scales, count, scratch);
         for (int m = 0; m < in_tile; m += height) {
           const int rows = std::min(height, in_tile - m);
-          const uint8_t* a = operand.get() + (top + m) * row_bytes + b * rows * k.bytes;
+          const uint8_t* a = operand + (top + m) * row_bytes + b * rows * k.bytes;
           k.multiply[packed][rows - 1](a, codes, scales, scratch, count, scratch.sums + m * PANEL);
         }
       }
@@ -306,8 +290,11 @@ extern "C" int sglang_fp4_gemm(const void* x, int64_t x_stride, const uint8_t* c
                                int threads) {
   const Call c{x, x_stride, codes, scales, column_scale, input_scale, input_scale_inv, bias, out, m, n, blocks};
   if (m == 0 || n == 0) return 0;
-  const Kernels* kernels[3][2] = {{&KERNELS<Quantised, float>, &KERNELS<Kept, float>},
-                                  {&KERNELS<Quantised, Bf16>, &KERNELS<Kept, Bf16>},
-                                  {&KERNELS<Quantised, Fp16>, &KERNELS<Kept, Fp16>}};
+  const Kernels* kernels[3][2] = {{&KERNELS<Quantised, float>, &KERNELS<Kept<1>, float>},
+                                  {&KERNELS<Quantised, Bf16>, &KERNELS<Kept<2>, Bf16>},
+                                  {&KERNELS<Quantised, Fp16>, &KERNELS<Kept<1>, Fp16>}};
+  if (const int result = amx_gemm(c, dtype, threads); result >= 0) return result;
   return gemm(*kernels[dtype][input_scale == nullptr], c, threads);
 }
+
+RECORDABLE(sglang_fp4_gemm)

@@ -1,9 +1,11 @@
-// What a transformer computes between its products, row by row: norms, gates, rotations, the best token.
+// What a transformer computes between its products, row by row: embedding, norms, gates, angles, the best token.
 //
 // Types: 0 float32, 1 bfloat16. Sums and transcendental functions are in float32; a bfloat16 result is rounded where
 // torch's sequence of operators rounds it. A row's bits depend on that row alone.
+#include <cerrno>
 #include <type_traits>
 
+#include "recorded.h"
 #include "vector.h"
 
 namespace {
@@ -38,16 +40,19 @@ void silu_and_mul(const T* x, T* out, int64_t columns) {
   });
 }
 
-// Pairs a head's first half with its second half; `sin` is negative in the first.
+// cos [2 * half] and sin likewise, which is negative in its first half, of position * frequencies [half].
 template <class T>
-void rotate(T* x, const T* cos, const T* sin, int64_t dim) {
-  const int64_t half = dim / 2;
-  pieces(half, [&](int64_t i, int64_t n) {
-    const Vec a = load_some(x + i, n), b = load_some(x + half + i, n);
-    const Vec first = rounded<T>(a * load_some(cos + i, n)), second = rounded<T>(b * load_some(cos + half + i, n));
-    store_some(x + i, fma(b, load_some(sin + i, n), first), n);
-    store_some(x + half + i, fma(a, load_some(sin + half + i, n), second), n);
-  });
+void cos_sin(float position, const float* frequencies, int64_t half, float factor, T* cos, T* sin) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float angle = position * frequencies[i], c = std::cos(angle) * factor, s = std::sin(angle) * factor;
+    put(cos + i, c), put(cos + half + i, c);
+    put(sin + i, -s), put(sin + half + i, s);
+  }
+}
+
+template <class From, class To>
+void copy_row(const From* from, To* to, int64_t columns) {
+  pieces(columns, [&](int64_t i, int64_t n) { store_some(to + i, load_some(from + i, n), n); });
 }
 
 template <class F>
@@ -88,17 +93,35 @@ extern "C" void sglang_silu_and_mul(const void* x, int64_t x_stride, void* out, 
   });
 }
 
-// x [tokens][heads][dim] in place, tokens x_stride apart; cos and sin [tokens][dim].
-extern "C" void sglang_rotate(void* x, int64_t x_stride, const void* cos, const void* sin, int64_t tokens,
-                              int64_t heads, int64_t dim, int dtype, int threads) {
+// cos and sin [rows][2 * half] of positions [rows] times frequencies, which lie `stride` apart (0: the same for all).
+extern "C" void sglang_cos_sin(const int64_t* positions, const float* frequencies, int64_t stride, void* cos, void* sin,
+                               int64_t rows, int64_t half, float factor, int dtype, int threads) {
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    threads = useful(threads, tokens * heads * dim);
+    threads = useful(threads, rows * half * 32);  // a cosine and a sine take as long as so many values
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < tokens * heads; ++row)
-      rotate(static_cast<T*>(x) + row / heads * x_stride + row % heads * dim,
-             static_cast<const T*>(cos) + row / heads * dim, static_cast<const T*>(sin) + row / heads * dim, dim);
+    for (int64_t row = 0; row < rows; ++row)
+      cos_sin(static_cast<float>(positions[row]), frequencies + row * stride, half, factor,
+              static_cast<T*>(cos) + row * 2 * half, static_cast<T*>(sin) + row * 2 * half);
   });
+}
+
+// out [rows][columns] = rows ids of weight [vocabulary][columns]. Returns 0, or EINVAL for an id outside of it.
+extern "C" int sglang_embedding(const int64_t* ids, const void* weight, void* out, int64_t rows, int64_t columns,
+                                int64_t vocabulary, int weight_dtype, int dtype, int threads) {
+  for (int64_t row = 0; row < rows; ++row)
+    if (ids[row] < 0 || ids[row] >= vocabulary) return EINVAL;
+  with_type(weight_dtype, [&](auto* stored) {
+    with_type(dtype, [&](auto* type) {
+      using From = std::remove_pointer_t<decltype(stored)>;
+      using To = std::remove_pointer_t<decltype(type)>;
+      threads = useful(threads, rows * columns);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+      for (int64_t row = 0; row < rows; ++row)
+        copy_row(static_cast<const From*>(weight) + ids[row] * columns, static_cast<To*>(out) + row * columns, columns);
+    });
+  });
+  return 0;
 }
 
 // values[r] = the largest of x [rows][columns], ids[r] = the first that is as large; NaN and 0 if one of them is NaN.
@@ -142,3 +165,9 @@ extern "C" void sglang_max(const float* x, int64_t x_stride, float* values, int6
     }
   }
 }
+
+RECORDABLE(sglang_rms_norm)
+RECORDABLE(sglang_silu_and_mul)
+RECORDABLE(sglang_cos_sin)
+RECORDABLE(sglang_embedding)
+RECORDABLE(sglang_max)

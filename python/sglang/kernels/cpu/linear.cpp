@@ -1,6 +1,10 @@
 // x W^T for a bfloat16 matrix that is read as it lies: exact products, float32 sums.
 #include <algorithm>
+#include <cerrno>
+#include <new>
+#include <vector>
 
+#include "recorded.h"
 #include "vector.h"
 
 namespace {
@@ -43,12 +47,8 @@ constexpr Block BLOCKS[] = {block<1>, block<2>, block<3>};
 #endif
 static_assert(sizeof BLOCKS / sizeof *BLOCKS == DOT_ROWS, "one for each height");
 
-}  // namespace
-
-// out [m][n] = x [m][k] (rows x_stride apart) weight [n][k]^T + bias [n] (or null).
-extern "C" void sglang_bf16_linear(const float* x, int64_t x_stride, const void* weight, const float* bias, float* out,
-                                   int64_t m, int64_t n, int64_t k, int threads) {
-  const Call c{x, x_stride, static_cast<const Bf16*>(weight), bias, out, n, k};
+void multiply(const Call& c, int64_t m, int threads) {
+  const int64_t n = c.n, k = c.k;
   const int64_t piece = std::min(k, PIECE);
   const int64_t tile = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, 4 * piece * DOT_ROWS)) * DOT_ROWS;
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + m * n * k / THREAD_VALUES));
@@ -67,9 +67,36 @@ extern "C" void sglang_bf16_linear(const float* x, int64_t x_stride, const void*
           for (int64_t row = top; row < bottom; row += DOT_ROWS)
             BLOCKS[std::min<int64_t>(DOT_ROWS, bottom - row) - 1](c, row, column, step, end, first,
                                                                   std::min(PIECE, k - first));
-      if (bias)
+      if (c.bias)
         for (int64_t row = top; row < bottom; ++row)
-          for (int64_t column = begin; column < end; ++column) out[row * n + column] += bias[column];
+          for (int64_t column = begin; column < end; ++column) c.out[row * n + column] += c.bias[column];
     }
   }
 }
+
+}  // namespace
+
+// out [m][n] = x [m][k] (rows x_stride apart) weight [n][k]^T + bias [n] (or null). x_dtype: 0 float32, 1 bfloat16.
+// Returns 0, or ENOMEM.
+extern "C" int sglang_bf16_linear(const void* x, int64_t x_stride, const void* weight, const float* bias, float* out,
+                                  int64_t m, int64_t n, int64_t k, int x_dtype, int threads) {
+  Call c{static_cast<const float*>(x), x_stride, static_cast<const Bf16*>(weight), bias, out, n, k};
+  std::vector<float> widened;
+  if (x_dtype == 1) {
+    try {
+      widened.resize(m * k);
+    } catch (const std::bad_alloc&) {
+      return ENOMEM;
+    }
+    for (int64_t row = 0; row < m; ++row) {
+      const Bf16* from = static_cast<const Bf16*>(x) + row * x_stride;
+      float* to = &widened[row * k];
+      pieces(k, [&](int64_t i, int64_t count) { store_some(to + i, load_some(from + i, count), count); });
+    }
+    c.x = widened.data(), c.x_stride = k;
+  }
+  multiply(c, m, threads);
+  return 0;
+}
+
+RECORDABLE(sglang_bf16_linear)

@@ -54,6 +54,7 @@ struct Simd {
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
   static Float broadcast(const float* p) { return _mm512_set1_ps(*p); }
   static Int broadcast(const int32_t* p) { return _mm512_set1_epi32(*p); }
+  static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float constant(float v) { return _mm512_set1_ps(v); }
@@ -102,6 +103,7 @@ struct Simd {
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
   static Float broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Int broadcast(const int32_t* p) { return _mm256_set1_epi32(*p); }
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float constant(float v) { return _mm256_set1_ps(v); }
@@ -157,6 +159,7 @@ struct Simd {
   static void store(float* p, Float v) { vst1q_f32(p, v); }
   static Float broadcast(const float* p) { return vld1q_dup_f32(p); }
   static Int broadcast(const int32_t* p) { return vld1q_dup_s32(p); }
+  static Float add(Float a, Float b) { return vaddq_f32(a, b); }
   static Float mul(Float a, Float b) { return vmulq_f32(a, b); }
   static Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
   static Float constant(float v) { return vdupq_n_f32(v); }
@@ -215,6 +218,7 @@ struct Simd {
   static Float constant(float v) { return each<Float>([=](int) { return v; }); }
   static Float broadcast(const float* p) { return constant(*p); }
   static Int broadcast(const int32_t* p) { return each<Int>([=](int) { return static_cast<uint32_t>(*p); }); }
+  static Float add(Float a, Float b) { return each<Float>([&](int i) { return a.v[i] + b.v[i]; }); }
   static Float mul(Float a, Float b) { return each<Float>([&](int i) { return a.v[i] * b.v[i]; }); }
   static Float scaled(Int biased, Float s) {
     const Float f = of_bits(biased);

@@ -33,6 +33,7 @@ struct E4m3 {
 };
 
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 
 static inline Vec splat(float v) { return v - Vec{}; }  // -0 stays -0
 static inline Bits bits_of(Vec v) { return reinterpret_cast<Bits>(v); }
@@ -41,7 +42,29 @@ static inline Vec select(Ints mask, Vec a, Vec b) {
   const Bits m = reinterpret_cast<Bits>(mask);
   return floats_of((bits_of(a) & m) | (bits_of(b) & ~m));
 }
-static inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }  // b where one is NaN
+static inline Vec larger(Vec a, Vec b) {  // b where one is NaN
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+static inline Vec smaller(Vec a, Vec b) {  // likewise
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+static inline Ints lane_numbers() {
+  Ints numbers{};
+  for (int i = 0; i < LANES; ++i) numbers[i] = i;
+  return numbers;
+}
 
 static inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
@@ -89,10 +112,21 @@ static inline void sum4(const Vec* v, float* out) {
 #endif
 }
 
-static inline float largest(Vec v) {
+static inline float largest(Vec v) {  // of values that are not NaN
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 w = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  const __m256 w = v;
+#endif
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+#else
   float best = v[0];
   for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
   return best;
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------------------- memory
@@ -163,6 +197,9 @@ static inline void store(T* p, Vec v, int64_t count) {
   memcpy(p, whole, count * sizeof(T));
 }
 
+static inline void put(float* p, float v) { *p = v; }
+static inline void put(Bf16* p, float v) { store(p, splat(v), 1); }
+
 // What storing v and reading it again gives.
 template <class T>
 static inline Vec rounded(Vec v) {
@@ -200,10 +237,48 @@ static inline void store_some(T* p, Vec v, int64_t count) {
     store(p, v, count);
 }
 
+// The first and the second half of a's values, each followed by b's of the same place.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+static inline Vec interleave_first(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX2__)
+  return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+static inline Vec interleave_second(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// rows[i][j] and rows[j][i] change places.
+static inline void transpose(Vec* rows) {
+  UNROLL for (int round = 1; round < LANES; round *= 2) {
+    Vec next[LANES];
+    UNROLL for (int i = 0; i < LANES / 2; ++i) {
+      next[2 * i] = interleave_first(rows[i], rows[i + LANES / 2]);
+      next[2 * i + 1] = interleave_second(rows[i], rows[i + LANES / 2]);
+    }
+    UNROLL16 for (int i = 0; i < LANES; ++i) rows[i] = next[i];
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------------- exp
-// Within 2 units in the last place; infinity and NaN as they should be.
+// Within 2 units in the last place; infinity and NaN as they should be; 0 below exp(-87), near the least normal number:
+// subnormal results take a processor a hundred cycles each.
 static inline Vec exp(Vec x) {
-  const Vec clamped = select(x < -105.0f, splat(-105.0f), select(x > 89.0f, splat(89.0f), x));
+  const Vec clamped = larger(splat(-87.0f), smaller(splat(89.0f), x));
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec biased = fma(clamped, splat(1.44269504f), magic);
   const Vec n = biased - magic;
@@ -215,9 +290,10 @@ static inline Vec exp(Vec x) {
   y = fma(y, r, splat(5.0000001201e-1f));
   y = fma(y, r * r, r) + 1.0f;
   const Ints exponent = reinterpret_cast<Ints>(bits_of(biased)) - 0x4B400000;
-  const Ints half = exponent >> 1;  // in two steps: 2^exponent may be neither a normal number nor finite
-  return y * floats_of(reinterpret_cast<Bits>((half + 127) << 23)) *
-         floats_of(reinterpret_cast<Bits>((exponent - half + 127) << 23));
+  const Ints half = exponent >> 1;  // in two steps: 2^exponent may not be finite
+  y = y * floats_of(reinterpret_cast<Bits>((half + 127) << 23)) *
+      floats_of(reinterpret_cast<Bits>((exponent - half + 127) << 23));
+  return select(x < -87.0f, Vec{}, y);
 }
 
 // --------------------------------------------------------------------------------------------------------------- dots

@@ -62,7 +62,8 @@ class Bf16Linear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] floating point to float32 [..., N], plus ``bias`` [N]."""
-        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()
         y = self._multiply(rows, self.weight, None if bias is None else bias.float())
         return y.view(*x.shape[:-1], y.shape[-1])
 

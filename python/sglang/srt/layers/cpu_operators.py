@@ -21,8 +21,8 @@ class CpuOperators(Operators):
     def __init__(self) -> None:
         library = cpu_extension.load()
         self._rms_norm, self._silu_and_mul = library.sglang_rms_norm, library.sglang_silu_and_mul
-        self._rotate, self._max = library.sglang_rotate, library.sglang_max
-        self._bf16_linear = library.sglang_bf16_linear
+        self._cos_sin, self._embedding = library.sglang_cos_sin, library.sglang_embedding
+        self._max, self._bf16_linear = library.sglang_max, library.sglang_bf16_linear
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         dtype = DTYPES.get(x.dtype)
@@ -77,28 +77,51 @@ class CpuOperators(Operators):
         )
         return out
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-        dtype = DTYPES.get(x.dtype)
-        tokens, heads, dim = x.shape
-        rows = (tokens, 1, dim)
-        same = cos.dtype == signed_sin.dtype == x.dtype and cos.shape == signed_sin.shape == rows
-        if dtype is None or not same or dim % 2:
-            return super().rotate(x, cos, signed_sin)
-        if x.stride(2) != 1 or x.stride(1) != dim:
-            x = x.contiguous()
-        cos, signed_sin = cos.contiguous(), signed_sin.contiguous()
-        self._rotate(
-            x.data_ptr(),
-            x.stride(0),
+    def cos_sin(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        number = DTYPES.get(dtype)
+        if number is None or inv_freq.dtype != torch.float32 or not inv_freq.is_contiguous():
+            return super().cos_sin(positions, inv_freq, factor, dtype)
+        positions = positions.contiguous()
+        rows, half = positions.shape[0], inv_freq.shape[-1]
+        cos, sin = (torch.empty(rows, 1, 2 * half, dtype=dtype) for _ in range(2))
+        self._cos_sin(
+            positions.data_ptr(),
+            inv_freq.data_ptr(),
+            half if inv_freq.dim() == 2 else 0,
             cos.data_ptr(),
-            signed_sin.data_ptr(),
-            tokens,
-            heads,
-            dim,
-            dtype,
+            sin.data_ptr(),
+            rows,
+            half,
+            factor,
+            number,
             torch.get_num_threads(),
         )
-        return x
+        return cos, sin
+
+    def embedding(
+        self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, first: int | None = None
+    ) -> torch.Tensor:
+        stored, number = DTYPES.get(weight.dtype), DTYPES.get(dtype)
+        if stored is None or number is None or first is not None or not weight.is_contiguous():
+            return super().embedding(ids, weight, dtype, first)
+        ids = ids.contiguous()
+        out = torch.empty(ids.shape[0], weight.shape[1], dtype=dtype)
+        error = self._embedding(
+            ids.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            ids.shape[0],
+            weight.shape[1],
+            weight.shape[0],
+            stored,
+            number,
+            torch.get_num_threads(),
+        )
+        if error:
+            raise IndexError(f"a token id is outside the vocabulary of {weight.shape[0]}")
+        return out
 
     def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] == 0 or x.stride(1) != 1:
@@ -122,7 +145,7 @@ class CpuOperators(Operators):
         if bias is not None:
             bias = bias.contiguous()
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-        self._bf16_linear(
+        error = self._bf16_linear(
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -131,6 +154,9 @@ class CpuOperators(Operators):
             x.shape[0],
             weight.shape[0],
             x.shape[1],
+            DTYPES[x.dtype],
             torch.get_num_threads(),
         )
+        if error:
+            raise MemoryError(f"no memory for an input of {list(x.shape)}")
         return out
