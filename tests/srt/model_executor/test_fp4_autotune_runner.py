@@ -70,9 +70,8 @@ def test_the_state_of_the_server_shows_the_choices(world: World) -> None:
     scheduler: Any = SimpleNamespace(model_runner=runner)
     for name in ("max_total_num_tokens", "max_running_requests", "waiting_queue", "pools"):
         setattr(scheduler, name, [])
-    scheduler._active_reqs = list
     scheduler.metrics = SimpleNamespace(token_usage=lambda: 0, last_gen_throughput=0, num_retracted_reqs=0)
-    scheduler.pools = SimpleNamespace(token_to_kv_pool=runner.token_to_kv_pool)
+    scheduler.pools = SimpleNamespace(num_active_reqs=lambda: 0)
     state = Scheduler.get_internal_state(scheduler)
     assert state["fp4_gemm_choices"] == {
         f"N={rows} K={columns} static float32": QUICK

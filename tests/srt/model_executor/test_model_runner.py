@@ -37,6 +37,7 @@ def test_max_total_tokens_is_rounded_down_to_pages(caplog: pytest.LogCaptureFixt
     assert runner.max_total_num_tokens == 96
     assert runner.token_to_kv_pool.get_key_buffer(1).shape == (104, 2, 64)
     assert runner.max_running_requests == runner.req_to_token_pool.size == 12
+    assert runner.req_to_token_pool.padding_row == 12
     assert runner.dtype == runner.kv_cache_dtype == torch.bfloat16
     text = "\n".join(record.getMessage() for record in caplog.records)
     for words in (
@@ -51,7 +52,7 @@ def test_max_total_tokens_is_rounded_down_to_pages(caplog: pytest.LogCaptureFixt
 def test_cpu_default_is_a_part_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     memory(monkeypatch, available=40 << 20, total=400 << 20)
     runner = make(context_len=1000)
-    table = 32 * 1000 * 4
+    table = (32 + 1) * 1000 * 4
     assert runner.max_total_num_tokens == ((10 << 20) - table) // (TOKEN_ELEMENTS * 2) - 1
 
 
@@ -64,7 +65,7 @@ def test_cpu_default_is_at_most_what_requests_can_use(monkeypatch: pytest.Monkey
 def test_mem_fraction_static_leaves_the_rest_of_the_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
     memory(monkeypatch, available=300 << 20, total=400 << 20)
     runner = make(context_len=1000, max_running_requests=60, mem_fraction_static=0.3)  # 280 MB stay free
-    assert runner.max_total_num_tokens == ((20 << 20) - 60 * 4000) // (TOKEN_ELEMENTS * 2) - 1
+    assert runner.max_total_num_tokens == ((20 << 20) - 61 * 4000) // (TOKEN_ELEMENTS * 2) - 1
 
 
 @pytest.mark.parametrize(

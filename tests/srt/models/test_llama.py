@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from step_harness import Stepper, make_model, make_runner, random_tokens
 from transformers import AutoConfig, DynamicCache
 
 from sglang.srt.errors import CheckpointError
 from sglang.srt.models.registry import SUPPORTED_ARCHITECTURES, get_model_class
+from step_harness import Stepper, make_model, make_runner, random_tokens
 
 VOCAB = 131
 SMALL: dict[str, Any] = {
@@ -160,17 +160,15 @@ def test_input_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         logprob_targets=[tokens[12:27], [], tokens[1:12]],
         tops=[3, 2, 0],
     )
-    assert output.input_token_logprobs is not None and output.input_top_logprobs is not None
-    assert [len(values) for values in output.input_token_logprobs] == [15, 0, 11]
-    for values, first in ((output.input_token_logprobs[0], 11), (output.input_token_logprobs[2], 0)):
-        wanted = [float(expected[first + i, tokens[first + i + 1]]) for i in range(len(values))]
-        assert values == pytest.approx(wanted, abs=1e-4)
-    for offset, top in enumerate(output.input_top_logprobs[0]):
-        best, ids = expected[11 + offset].topk(3)
-        assert [token for _, token in top] == ids.tolist()
-        assert [value for value, _ in top] == pytest.approx(best.tolist(), abs=1e-4)
-    assert output.input_top_logprobs[1] == []
-    assert output.input_top_logprobs[2] == [[]] * 11
+    assert output.input_logprobs is not None
+    positions = output.input_logprobs.lists()
+    assert [len(wanted) for wanted in positions] == [15, 0, 11]
+    for request, first in ((0, 11), (2, 0)):
+        for i, (value, top, own) in enumerate(positions[request], first):
+            assert value == pytest.approx(float(expected[i, tokens[i + 1]]), abs=1e-4)
+            best, ids = expected[i].topk(3 if request == 0 else 0)
+            assert [token for _, token in top] == ids.tolist() and own == []
+            assert [value for value, _ in top] == pytest.approx(best.tolist(), abs=1e-4)
     assert_logits(output.next_token_logits.log_softmax(-1), expected[[28, 5, 11]])
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from step_harness import Stepper, make_model, make_runner, random_tokens
 from transformers import AutoConfig
 
 from gloo_ranks import GlooRanks, collectives
 from sglang.srt.distributed import TensorParallelGroup
 from sglang.srt.layers.quantization.nvfp4_weight import global_scale_from_amax, quantize_nvfp4_weight
+from step_harness import Stepper, make_model, make_runner, random_tokens
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXPECTED = load_file(FIXTURES / "expected.safetensors")
@@ -33,7 +33,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooRanks]:
 
 def logits(tp: TensorParallelGroup, folder: Path, prompts: list[list[int]], arguments: dict[str, Any]) -> list[Any]:
     """float32 logits [length, vocabulary] at every position of each prompt, as numpy arrays."""
-    runner = make_runner(folder, tp, **arguments)
+    # Replayed steps would not call the hook.
+    runner = make_runner(folder, tp, disable_cuda_graph=True, **arguments)
     hidden: list[torch.Tensor] = []
     runner.model.model.register_forward_hook(lambda *call: hidden.append(call[2]))
     stepper = Stepper(runner)

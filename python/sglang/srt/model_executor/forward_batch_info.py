@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.logits_processor import InputLogprobs, Logprobs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -74,20 +75,12 @@ class LogitsProcessorOutput:
     """Logits of each request's last new token, and log-probabilities where they were asked for.
 
     Attributes:
-        next_token_logits: [B, vocabulary] float32.
-        input_token_logprobs: per request, one value per wanted target (log-softmax of the unscaled logits).
-        input_top_logprobs: per request and target, the k best as (log-probability, token id), best first.
-        input_token_ids_logprobs: per request and target, those of the request's ``token_ids_logprob``.
-        next_token_logprobs: per request, of the sampled token, in the distribution from which it was drawn before
-            top-k, top-p and min-p. This and the following are filled by ``ModelRunner.sample``.
-        next_top_logprobs: per request, the k best.
-        next_token_ids_logprobs: per request, those of its ``token_ids_logprob``.
+        next_token_logits: [B, vocabulary] float32; where the step was replayed, good until the next one is.
+        input_logprobs: of the prompt tokens that the batch wants (log-softmax of the unscaled logits).
+        next_logprobs: of the sampled tokens, in the distribution from which they were drawn before top-k, top-p and
+            min-p; filled by ``ModelRunner.sample``.
     """
 
     next_token_logits: torch.Tensor
-    input_token_logprobs: list[list[float]] | None = None
-    input_top_logprobs: list[list[list[tuple[float, int]]]] | None = None
-    input_token_ids_logprobs: list[list[list[tuple[float, int]]]] | None = None
-    next_token_logprobs: list[float] | None = None
-    next_top_logprobs: list[list[tuple[float, int]]] | None = None
-    next_token_ids_logprobs: list[list[tuple[float, int]]] | None = None
+    input_logprobs: InputLogprobs | None = None
+    next_logprobs: Logprobs | None = None

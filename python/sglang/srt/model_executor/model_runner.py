@@ -15,13 +15,23 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError, StartupError
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.logits_processor import logprobs_of
 from sglang.srt.layers.quantization import get_quantization
 from sglang.srt.layers.quantization.fp4_autotune import MAX_ROWS, Autotuner
 from sglang.srt.layers.quantization.nvfp4_linear import linears_of, warm_up_fp4_gemm
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_runner import DecodeGraphRunner, captured_sizes, why_no_graphs
+from sglang.srt.model_executor.device_graph import capture_for
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
+from sglang.srt.model_executor.memory_plan import (
+    GB,
+    MemoryPlan,
+    measure_graphs,
+    measure_largest_steps,
+    padding_pools,
+)
 from sglang.srt.model_loader.loader import load_model, module_names, weight_bytes
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import get_model_class
@@ -33,12 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GB = 1 << 30
-
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
-# Default of --mem-fraction-static on a GPU; the rest is for activations.
-CUDA_MEM_FRACTION_STATIC = 0.85
 # The CPU's memory is shared with everything else that runs, so by default the KV cache takes at most this part of what
 # is available once the weights are loaded, and no more than DEFAULT_MAX_RUNNING_REQUESTS sequences can use.
 CPU_KV_FRACTION_OF_AVAILABLE = 0.25
@@ -68,7 +74,9 @@ class ModelRunner:
         device, dtype: where and in what activations are computed.
         kv_cache_dtype: what keys and values are stored in.
         max_total_num_tokens: tokens that the KV cache holds, a multiple of ``page_size``.
-        max_running_requests: rows of ``req_to_token_pool``.
+        max_running_requests: rows of ``req_to_token_pool`` for requests.
+        memory_plan: what there was for the KV cache.
+        decode_graphs: what replays decode steps; None if nothing does, for the reason ``why_no_graphs``.
 
     Raises:
         StartupError: a flag or the checkpoint can't be used, or there is too little memory; the text says what to do.
@@ -78,13 +86,14 @@ class ModelRunner:
         self.server_args = server_args
         self.model_config = model_config
         self.tp = tp
-        self.device = resolve_device(server_args.device, tp.rank)
+        self.device = resolve_device(server_args.device, tp.local_rank)
         self.dtype = model_config.dtype
         self.page_size = server_args.page_size
+        self.num_kv_heads = max(1, model_config.num_key_value_heads // tp.size)
         torch.manual_seed(server_args.random_seed or 0)
-        self.attn_backend = create_attention_backend(server_args.attention_backend, self.device, self.dtype)
         quant_config = get_quantization(model_config, server_args)
         self.kv_cache_dtype = self._wanted_kv_cache_dtype(quant_config)
+        self.attn_backend = create_attention_backend(server_args.attention_backend, self._attention_target())
         self.fp4_autotuner = Autotuner(server_args.fp4_gemm_autotune, self.device, self._most_rows(), tp)
 
         before = available_memory(self.device)
@@ -101,14 +110,37 @@ class ModelRunner:
             time.perf_counter() - started, model_config.architecture, self.dtype, available / GB,
             max(before - available, 0) / GB,
         )  # fmt: skip
-        # Ranks on a CPU share its memory; the least that one saw is what is left now that all have loaded.
-        self._allocate(available // tp.size if self.device.type == "cpu" else available)
+        running = server_args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
+        self.decode_graphs: DecodeGraphRunner | None = None
+        self.why_no_graphs = why_no_graphs(server_args, self.attn_backend)
+        if self.why_no_graphs is None:
+            most = captured_sizes(server_args, running, pads=False)[-1]
+            self.attn_backend.init_cuda_graph_state(most, model_config.context_len)
+        else:
+            logger.info("Decode steps are not recorded in graphs: %s", self.why_no_graphs)
+        self.memory_plan = self._plan_memory(available, running)
+        self._allocate(self.memory_plan, running)
+        self.decode_graphs = self._record_decode_steps()
         logger.info(
             "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d, "
             "available_%s_mem=%.2f GB",
             self.max_total_num_tokens, server_args.chunked_prefill_size, self.max_running_requests,
             model_config.context_len, self.device.type, available_memory(self.device) / GB,
         )  # fmt: skip
+
+    def _attention_target(self) -> AttentionTarget:
+        config, size = self.model_config, self.tp.size
+        switches = get_model_class(config.architecture).switches
+        return AttentionTarget(
+            device=self.device,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            num_heads=config.num_attention_heads // size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=self.page_size,
+            sliding_windows=frozenset(switches.window(config.hf_config, i) for i in range(config.num_hidden_layers)),
+        )
 
     def _most_rows(self) -> int:
         """The largest number of tokens in one step, as far as the flags say."""
@@ -156,6 +188,7 @@ class ModelRunner:
             problem = str(error) or type(error).__name__
         everywhere = bool(self.tp.minimum(int(new is not None)))
         if everywhere and new is not None:
+            self.decode_graphs = None  # they read the old weights where they are
             self.server_args, self.model_config, self.model = new
             message = "Succeeded to update model weights."
         else:
@@ -165,6 +198,8 @@ class ModelRunner:
         # Parameters and layers refer to each other, so the model that is not needed would stay until some later time.
         new = None
         release_unused_memory(self.device)
+        if everywhere:
+            self.decode_graphs = self._record_decode_steps()
         logger.info("Update weights end. avail mem=%.2f GB", available_memory(self.device) / GB)
         return everywhere, message
 
@@ -176,11 +211,11 @@ class ModelRunner:
         quant_config = get_quantization(model_config, server_args)
         self._check_replacement(model_config, quant_config)
         needed, available = weight_bytes(self.model), available_memory(self.device)
-        available = available // self.tp.size if self.device.type == "cpu" else available
+        available = available // self.tp.local_size if self.device.type == "cpu" else available
         if needed > available:
             raise StartupError(
                 f"the old and the new weights must fit into memory together: {needed / GB:.2f} GB more are needed, "
-                f"{available / GB:.2f} GB are available"
+                f"{available / GB:.2f} GB are available; start the server with a smaller --mem-fraction-static"
             )
         with self.fp4_autotuner.active(measure=False):
             return server_args, model_config, self._build_model(model_config, quant_config, load_format)
@@ -201,28 +236,85 @@ class ModelRunner:
                 "checkpoint"
             )
 
-    def _allocate(self, available: int) -> None:
-        """Size and allocate the pools, with ``available`` bytes of memory left."""
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in the KV cache of this rank."""
+        config = self.model_config
+        return 2 * config.num_hidden_layers * self.num_kv_heads * config.head_dim * self.kv_cache_dtype.itemsize
+
+    def _plan_memory(self, available: int, running: int) -> MemoryPlan:
+        """What there is for the pools, where ``available`` bytes are free; on a GPU this runs the largest steps."""
+        if self.device.type == "cpu":
+            # Ranks on a CPU share its memory; the least that one saw is what is left now that all have loaded.
+            return MemoryPlan(total_memory(self.device), available // self.tp.local_size)
+        activations, graphs = measure_largest_steps(self, running), 0
+        if self.why_no_graphs is None:
+            graphs = measure_graphs(self.device, self._graph_runner(*padding_pools(self), running))
+        release_unused_memory(self.device)
+        return MemoryPlan(total_memory(self.device), available_memory(self.device), activations, graphs)
+
+    def _graph_runner(
+        self, req_to_token_pool: ReqToTokenPool, token_to_kv_pool: MHATokenToKVPool, running: int
+    ) -> DecodeGraphRunner:
+        model, pads = self.model, self.device.type == "cuda"
+
+        def logits_of(batch: ForwardBatch) -> torch.Tensor:
+            output: LogitsProcessorOutput = model(batch)
+            return output.next_token_logits
+
+        return DecodeGraphRunner(
+            logits_of,
+            capture_for(self.device),
+            self.attn_backend,
+            req_to_token_pool,
+            token_to_kv_pool,
+            captured_sizes(self.server_args, running, pads),
+            pads,
+            repeats_first=any(linear.rows_share_a_scale for linear in linears_of(model)),
+        )
+
+    def _record_decode_steps(self) -> DecodeGraphRunner | None:
+        """On a GPU all that will be wanted; on a CPU each when it is first wanted."""
+        if self.why_no_graphs is not None:
+            return None
+        graphs = self._graph_runner(self.req_to_token_pool, self.token_to_kv_pool, self.max_running_requests)
+        if self.device.type == "cuda":
+            before, started = available_memory(self.device), time.perf_counter()
+            logger.info("Capture cuda graph begin. This can take up to several minutes. avail mem=%.2f GB", before / GB)
+            logger.info("Capture cuda graph bs %s", list(graphs.sizes))
+            graphs.record_all(show_progress=self.tp.rank == 0)
+            release_unused_memory(self.device)
+            after = available_memory(self.device)
+            logger.info(
+                "Capture cuda graph end. Time elapsed: %.2f s. mem usage=%.2f GB. avail mem=%.2f GB.",
+                time.perf_counter() - started, (before - after) / GB, after / GB,
+            )  # fmt: skip
+        return graphs
+
+    def _allocate(self, plan: MemoryPlan, running: int) -> None:
+        """Size and allocate the pools for ``running`` requests."""
         args, config = self.server_args, self.model_config
-        kv_heads = max(1, config.num_key_value_heads // self.tp.size)
-        per_layer = kv_heads * config.head_dim * self.kv_cache_dtype.itemsize
-        token_bytes = 2 * per_layer * config.num_hidden_layers
-        running = args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
+        token_bytes = self.token_bytes
+        row_bytes = 4 * config.context_len
         if args.max_total_tokens is not None:
-            tokens, budget = args.max_total_tokens, available
+            tokens, budget = args.max_total_tokens, plan.room
         else:
-            tokens, budget = self._default_tokens(available, token_bytes, running)
+            budget = plan.budget(args.mem_fraction_static)
+            if self.device.type == "cpu" and args.mem_fraction_static is None:
+                budget = int(plan.available * CPU_KV_FRACTION_OF_AVAILABLE)
+            tokens = (budget - (running + 1) * row_bytes) // token_bytes - self.page_size
+            tokens = min(tokens, running * config.context_len)
         tokens = self.tp.minimum(tokens) // self.page_size * self.page_size
         self.max_running_requests = max(1, min(running, tokens // self.page_size))
-        needed = (tokens + self.page_size) * token_bytes + self.max_running_requests * config.context_len * 4
-        if tokens <= 0 or needed > available:
+        needed = (tokens + self.page_size) * token_bytes + (self.max_running_requests + 1) * row_bytes
+        if tokens <= 0 or needed > plan.room:
             raise StartupError(
-                f"not enough memory for the KV cache: a token takes {token_bytes} bytes, {available / GB:.2f} GB are "
-                f"available and {max(budget, 0) / GB:.2f} GB may be used, after the weights were loaded. "
+                f"not enough memory for the KV cache: a token takes {token_bytes} bytes, {plan.room / GB:.2f} GB are "
+                f"available and {max(budget, 0) / GB:.2f} GB may be used, after the weights were loaded{plan.reserved}."
                 + (
-                    f"Reduce --max-total-tokens ({args.max_total_tokens})"
+                    f" Reduce --max-total-tokens ({args.max_total_tokens})"
                     if args.max_total_tokens is not None
-                    else "Increase --mem-fraction-static, set --max-total-tokens"
+                    else " Increase --mem-fraction-static, set --max-total-tokens"
                 )
                 + ", reduce --max-running-requests or --context-length, or use --kv-cache-dtype fp8_e4m3"
             )
@@ -232,30 +324,23 @@ class ModelRunner:
             tokens,
             self.page_size,
             self.kv_cache_dtype,
-            kv_heads,
+            self.num_kv_heads,
             config.head_dim,
             config.num_hidden_layers,
             self.device,
         )
         size = tokens * token_bytes / 2 / GB
         logger.info("KV Cache is allocated. #tokens: %d, K size: %.2f GB, V size: %.2f GB", tokens, size, size)
-
-    def _default_tokens(self, available: int, token_bytes: int, running: int) -> tuple[int, int]:
-        """Tokens that the KV cache gets, and the bytes it may use."""
-        fraction = self.server_args.mem_fraction_static
-        if fraction is None and self.device.type == "cpu":
-            budget = int(available * CPU_KV_FRACTION_OF_AVAILABLE)
-        else:
-            # Weights and everything else in use are gone from available already.
-            share = CUDA_MEM_FRACTION_STATIC if fraction is None else fraction
-            budget = available - int(total_memory(self.device) * (1 - share))
-        context = self.model_config.context_len
-        rows = running * context * 4
-        return min((budget - rows) // token_bytes - self.page_size, running * context), budget
+        if self.device.type == "cuda":
+            logger.info("Memory of %.2f GB: %s", plan.total / GB, plan.describe(needed))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Compute one step: writes the new tokens' keys and values, returns the logits."""
+        """Compute one step: writes the new tokens' keys and values, returns the logits. Those of a decode step are good
+        until the next one."""
+        logits = self.decode_graphs.run(batch) if self.decode_graphs is not None else None
+        if logits is not None:
+            return LogitsProcessorOutput(next_token_logits=logits)
         self.attn_backend.init_forward_metadata(batch)
         output: LogitsProcessorOutput = self.model(batch)
         return output
@@ -264,9 +349,10 @@ class ModelRunner:
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:
         """Choose each request's next token, int64 [B]; fills the output's log-probabilities if the batch wants them.
 
-        Penalties, biases and masks change the output's logits in place first. A request whose logits are not finite
-        gets -1. Rank 0 chooses for all ranks: where one samples, sums of probabilities need not come out equal on two
-        GPUs, and ranks that disagree about a token never meet again.
+        Penalties, biases and masks change the output's logits in place first. A request without a token to choose gets
+        a negative number, see ``sample_tokens``. On a GPU this doesn't wait for it. Rank 0 chooses for all ranks: where
+        one samples, sums of probabilities need not come out equal on two GPUs, and ranks that disagree about a token
+        never meet again.
         """
         info = batch.sampling_info
         info.apply(output.next_token_logits)
@@ -277,7 +363,7 @@ class ModelRunner:
         self.tp.broadcast(token_ids)
         info.count(token_ids)
         if batch.return_logprob:
-            output.next_token_logprobs, output.next_top_logprobs, output.next_token_ids_logprobs = logprobs_of(
+            output.next_logprobs = logprobs_of(
                 info.tempered(output.next_token_logits),
                 token_ids.clamp(min=0),
                 batch.top_logprobs_nums or [0] * batch.batch_size,

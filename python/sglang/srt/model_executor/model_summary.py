@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.nvfp4_linear import Activation, NvFp4Linear
@@ -20,10 +19,9 @@ if TYPE_CHECKING:
 def summarize(runner: ModelRunner) -> dict[str, Any]:
     """Kinds of layers with their number and quantisation ({"o_proj": "30 NVFP4 W4A4 (torch)"}), the attention's
     backend and the type of the KV cache."""
-    attention = (name for name, backend in ATTENTION_BACKENDS.items() if type(runner.attn_backend) is backend)
     return {
         "layers": layer_kinds(runner.model),
-        "resolved_attention_backend": next(attention, type(runner.attn_backend).__name__),
+        "resolved_attention_backend": runner.attn_backend.name,
         "resolved_kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
     }
 

@@ -35,12 +35,14 @@ def make_model(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
-def make_runner(folder: Path, tp: TensorParallelGroup = SINGLE, **args: object) -> ModelRunner:
+def make_runner(
+    folder: Path, tp: TensorParallelGroup = SINGLE, *, context_len: int = 128, **args: object
+) -> ModelRunner:
     given = {"device": "cpu", "dtype": "float32", "max_total_tokens": 512, "max_running_requests": 8, **args}
     server_args = ServerArgs.from_kwargs(model_path=str(folder), random_seed=0, **given)
     config = ModelConfig.from_server_args(server_args)
     # Whatever the configuration's policy on lengths is.
-    return ModelRunner(server_args, replace(config, context_len=128), tp)
+    return ModelRunner(server_args, replace(config, context_len=context_len), tp)
 
 
 class Stepper:
