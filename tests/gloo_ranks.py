@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang.srt.distributed import TensorParallelGroup, close_tensor_parallel, init_tensor_parallel
+from sglang.srt.utils.net import Rendezvous
 
 # Every process is forked from one that has the slow imports behind it.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,7 +28,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            tp = init_tensor_parallel(rank, size, torch.device("cpu"), store_file)
+            tp = init_tensor_parallel(rank, size, torch.device("cpu"), Rendezvous.on_this_machine(store_file))
             result = function(tp, *arguments)
             close_tensor_parallel(tp)
             connection.send((result, None))

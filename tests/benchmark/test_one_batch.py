@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from http_server_thread import FIXTURE
-from sglang.benchmark.one_batch import OneBatch, latency_test, parse_args
+from sglang.benchmark.one_batch import OneBatch, latency_test, main, parse_args
 from sglang.srt.errors import ArgumentError, StartupError
 
 MODEL = ["--model-path", str(FIXTURE), "--device", "cpu", "--dtype", "float32", "--random-seed", "1"]
@@ -69,13 +69,25 @@ def test_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--profile", "--profile is known from SGLang"),
         ("--batch-size 0", "--batch-size must be 1 or more"),
-        ("--tp-size 2", "--tp-size: this command runs one rank"),
+        ("--tp-size 2 --nnodes 2 --dist-init-addr 127.0.0.1:4000", "--nnodes: this command runs on one machine"),
         ("--bach-size 3", "unknown argument --bach-size"),
     ],
 )
 def test_refusals(argv: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         parse_args([*MODEL, *argv.split()])
+
+
+def test_several_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.jsonl"
+    argv = f"--tp-size 2 --batch-size 2 3 --input-len 8 --output-len 4 --max-total-tokens 64 --result-filename {path}"
+    monkeypatch.setattr("sys.argv", ["bench_one_batch", *MODEL, *argv.split()])
+    main()
+    assert [json.loads(line)["batch_size"] for line in path.read_text().splitlines()] == [2, 3]
+    assert capfd.readouterr().out.count("Benchmark ...") == 1
+    monkeypatch.setattr("sys.argv", ["bench_one_batch", *MODEL, *argv.split(), "--max-running-requests", "1"])
+    with pytest.raises(StartupError, match="no batch could be run"):
+        main()
 
 
 def test_nothing_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -49,15 +50,21 @@ def test_every_flag_reaches_its_field():
         "--fp4-gemm-autotune": ("fp4_gemm_autotune", "off"),
         "--attention-backend": ("attention_backend", "cpu"),
         "--cuda-graph-backend-prefill": ("cuda_graph_backend_prefill", "disabled"),
+        "--cuda-graph-max-bs": ("cuda_graph_max_bs", 6),
         "--random-seed": ("random_seed", 7),
         "--mem-fraction-static": ("mem_fraction_static", 0.5),
         "--max-total-tokens": ("max_total_tokens", 1000),
         "--max-running-requests": ("max_running_requests", 3),
         "--chunked-prefill-size": ("chunked_prefill_size", 64),
         "--page-size": ("page_size", 16),
-        "--tp": ("tp_size", 1),
+        "--tp": ("tp_size", 4),
+        "--nnodes": ("nnodes", 2),
+        "--node-rank": ("node_rank", 1),
+        "--dist-init-addr": ("dist_init_addr", "10.0.0.1:5000"),
+        "--dist-timeout": ("dist_timeout", 60),
         "--trust-remote-code": ("trust_remote_code", True),
         "--skip-server-warmup": ("skip_server_warmup", True),
+        "--disable-overlap-schedule": ("disable_overlap_schedule", True),
         "--disable-radix-cache": ("disable_radix_cache", True),
         "--api-key": ("api_key", "key"),
         "--admin-api-key": ("admin_api_key", "other key"),
@@ -78,13 +85,19 @@ def test_every_flag_reaches_its_field():
         "--reasoning-parser": ("reasoning_parser", "qwen3"),
         "--sampling-defaults": ("sampling_defaults", "openai"),
     }
-    excluded = {"constrained_json_disable_any_whitespace"}  # by --constrained-json-max-whitespace-cnt
-    assert {name for name, _ in given.values()} | excluded == {item.name for item in dataclasses.fields(ServerArgs)}
+    excluded = {  # by --constrained-json-max-whitespace-cnt, and the others by --cuda-graph-max-bs
+        "constrained_json_disable_any_whitespace": False,
+        "cuda_graph_bs": None,
+        "disable_cuda_graph": False,
+    }
+    assert {name for name, _ in given.values()} | set(excluded) == {
+        item.name for item in dataclasses.fields(ServerArgs)
+    }
     argv = []
     for flag, (_, value) in given.items():
         argv += [flag] if value is True else [flag, str(value)]
     args = prepare_server_args(argv)
-    assert dataclasses.asdict(args) == dict(given.values()) | dict.fromkeys(excluded, False)
+    assert dataclasses.asdict(args) == dict(given.values()) | excluded
     assert parse("--constrained-json-disable-any-whitespace").constrained_json_disable_any_whitespace
 
 
@@ -109,6 +122,21 @@ def test_defaults():
 def test_a_flag_that_may_stand_without_a_value(text, value):
     assert parse(text).fp4_gemm_autotune == value
     assert ServerArgs.from_kwargs(model_path="m", fp4_gemm_autotune=value).fp4_gemm_autotune == value
+
+
+def test_a_flag_with_several_values():
+    for text in ("--cuda-graph-bs 1 2 16", "--cuda-graph-bs 1 2 16 --port 1"):
+        assert parse(text).cuda_graph_bs == (1, 2, 16)
+    assert ServerArgs.from_kwargs(model_path="m", cuda_graph_bs=[1, 2, 16]).cuda_graph_bs == (1, 2, 16)
+    assert parse("--disable-cuda-graph").disable_cuda_graph
+    for values, words in (
+        ([], "one or several"),
+        (3, "one or several"),
+        ([2, 1.5], "an integer"),
+        ([2, 0], "1 or more"),
+    ):
+        with pytest.raises(ArgumentError, match=f"--cuda-graph-bs must be {words}"):
+            ServerArgs.from_kwargs(model_path="m", cuda_graph_bs=values)
 
 
 def test_seed_is_drawn_once_and_survives_pickling():
@@ -143,7 +171,11 @@ def test_frozen():
         ("--chunked-prefill-size 24 --page-size 16", ["multiple"]),
         ("--max-total-tokens 8 --page-size 16", ["--max-total-tokens 8", "--page-size 16"]),
         ("--tp-size 0", ["--tp-size", "1 or more"]),
-        ("--attention-backend flashinfer", ["flashinfer is not in this version yet", "auto, cpu, torch_native"]),
+        ("--cuda-graph-bs 4 0", ["--cuda-graph-bs must be 1 or more, not 0"]),
+        ("--cuda-graph-bs 4 --cuda-graph-max-bs 4", ["--cuda-graph-max-bs says nothing with --cuda-graph-bs"]),
+        ("--cuda-graph-max-bs 4 --disable-cuda-graph", ["--cuda-graph-max-bs says nothing with --disable-cuda-graph"]),
+        ("--cuda-graph-bs-decode 4", ["--cuda-graph-bs-decode", "use --cuda-graph-bs"]),
+        ("--attention-backend triton", ["triton is not in this version yet", "auto, cpu, flashinfer, torch_native"]),
         ("--attention-backend foo", ["'foo'", "torch_native"]),
         ("--fp4-gemm-autotune always", ["--fp4-gemm-autotune", "'always'", "on, cached, off"]),
         ("--fp4-gemm-autotune=", ["--fp4-gemm-autotune", "''", "on, cached, off"]),
@@ -330,3 +362,37 @@ def test_help_imports_no_torch():
     environment = os.environ | {"PYTHONPATH": str(PYTHON_FOLDER)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tp 3 --nnodes 2 --dist-init-addr h:1", "--tp-size 3 must be a multiple of --nnodes 2"),
+        ("--nnodes 2 --dist-init-addr h:1", "--tp-size 1 must be a multiple of --nnodes 2"),
+        ("--tp 2 --nnodes 2 --node-rank 2 --dist-init-addr h:1", "--node-rank 2 must be less than --nnodes 2"),
+        ("--node-rank 1", "--node-rank 1 must be less than --nnodes 1"),
+        ("--tp 2 --nnodes 2", "--nnodes 2 needs --dist-init-addr host:port"),
+        ("--dist-init-addr h:1", "--dist-init-addr says nothing without --nnodes"),
+        ("--tp 2 --nnodes 2 --dist-init-addr h", "--dist-init-addr h: must be host:port"),
+        ("--tp 2 --nnodes 2 --nccl-init-addr fd00::1:5000", "--dist-init-addr fd00::1:5000: must be host:port"),
+        ("--tp 2 --nnodes 2 --dist-init-addr h:70000", "must be host:port"),
+    ],
+)
+def test_nodes_that_make_no_sense(line, message):
+    assert message in refusal(f"--device cpu {line}")
+
+
+def test_ranks_of_a_node():
+    args = parse("--device cpu --tp 8 --nnodes 2 --node-rank 1 --dist-init-addr [fd00::1]:5000")
+    assert args.ranks_per_node == 4 and parse("").ranks_per_node == 1
+
+
+def test_a_node_needs_a_gpu_for_each_of_its_ranks(monkeypatch):
+    from sglang.srt import platforms
+
+    monkeypatch.setattr(platforms, "gpu_count", lambda: 2)
+    monkeypatch.setattr(platforms, "resolve_device", lambda *_: SimpleNamespace(type="cuda"))
+    parse("--device cuda --tp 4 --nnodes 2 --dist-init-addr h:1")
+    nodes = refusal("--device cuda --tp 8 --nnodes 2 --dist-init-addr h:1")
+    assert "--tp-size 8: this machine has 2 GPU(s) for 4 ranks; use at most" in nodes
+    assert "--tp-size 4: this machine has 2 GPU(s); use at most" in refusal("--device cuda --tp 4")

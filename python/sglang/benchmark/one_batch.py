@@ -6,6 +6,9 @@ No server, no scheduler, no prefix cache: what the device needs for the steps th
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import io
 import itertools
 import json
 import logging
@@ -13,8 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +27,10 @@ from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.cli import ArgumentParser, run_main
 from sglang.srt.utils.log import configure_logging
+from sglang.srt.utils.net import Rendezvous
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import PortArgs
 
 # SGLang draws synthetic prompts from this many token ids.
 SYNTHETIC_VOCABULARY = 10000
@@ -61,16 +70,19 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerArgs, argparse.Namespace]:
             if value < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
     server_args = prepare_server_args(rest)
-    if server_args.tp_size > 1:
+    if server_args.nnodes > 1:
         raise ArgumentError(
-            "--tp-size: this command runs one rank; start a server with --tp-size and measure it with "
+            "--nnodes: this command runs on one machine; start servers and measure them with "
             "`python -m sglang.bench_serving`"
         )
     return server_args, bench_args
 
 
 class OneBatch:
-    """A loaded model, and one batch at a time on it.
+    """A loaded model, and one batch at a time on it. With several ranks each has one, and all do the same.
+
+    Args:
+        rendezvous, rank: where ranks meet, and which one this is.
 
     Attributes:
         runner: the ModelRunner.
@@ -79,17 +91,13 @@ class OneBatch:
         StartupError: the model can't be loaded.
     """
 
-    def __init__(self, server_args: ServerArgs) -> None:
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    def __init__(self, server_args: ServerArgs, rendezvous: Rendezvous | None = None, rank: int = 0) -> None:
         from sglang.srt.managers.schedule_batch import MemoryPools
+        from sglang.srt.managers.scheduler_main import make_model_runner
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.chunk_cache import ChunkCache
-        from sglang.srt.model_executor.model_runner import ModelRunner
 
-        config = ModelConfig.from_server_args(server_args)
-        initialize_fp4_gemm_config(server_args, config.dtype)
-        self.runner = runner = ModelRunner(server_args, config)
+        self.runner = runner = make_model_runner(server_args, rendezvous or Rendezvous(), rank, quiet=rank > 0)
         allocator = TokenToKVPoolAllocator(runner.max_total_num_tokens, runner.page_size, runner.device)
         self._pools = MemoryPools(
             req_to_token_pool=runner.req_to_token_pool,
@@ -97,7 +105,7 @@ class OneBatch:
             allocator=allocator,
             tree_cache=ChunkCache(runner.req_to_token_pool, allocator),
             attn_backend=runner.attn_backend,
-            vocab_size=config.vocab_size,
+            vocab_size=runner.model_config.vocab_size,
         )
 
     def why_not(self, prompts: Sequence[Sequence[int]], output_len: int) -> str:
@@ -209,14 +217,19 @@ def _custom_prompts(server_args: ServerArgs, filename: str) -> list[list[int]]:
     return found
 
 
-def latency_test(server_args: ServerArgs, bench_args: argparse.Namespace) -> list[dict[str, Any]]:
+def latency_test(
+    server_args: ServerArgs, bench_args: argparse.Namespace, rendezvous: Rendezvous | None = None, rank: int = 0
+) -> list[dict[str, Any]]:
     """Warm up, run every combination of batch size, input and output length; the results of those that ran.
+
+    Every rank does this, and rank 0 writes the file.
 
     Raises:
         StartupError: the model can't be loaded, or nothing could be run.
     """
     custom = _custom_prompts(server_args, bench_args.prompt_filename)
-    model = OneBatch(server_args)
+    np.random.seed(server_args.random_seed)  # the same prompts on all ranks
+    model = OneBatch(server_args, rendezvous, rank)
     print(f"max_total_num_tokens={model.runner.max_total_num_tokens}")
     vocab_size = model.runner.model_config.vocab_size
     sizes = list(itertools.product(bench_args.batch_size, bench_args.input_len, bench_args.output_len))
@@ -232,17 +245,46 @@ def latency_test(server_args: ServerArgs, bench_args: argparse.Namespace) -> lis
             results.append(result)
     if not results:
         raise StartupError("no batch could be run; see above what each one exceeds")
-    if bench_args.result_filename:
+    if bench_args.result_filename and rank == 0:
         with Path(bench_args.result_filename).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(result) + "\n" for result in results)
     return results
+
+
+def _run_rank(
+    bench_args: argparse.Namespace, server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection, rank: int
+) -> None:
+    """Body of a rank's process, where there are several. Rank 0 prints."""
+    configure_logging(server_args.log_level if rank == 0 else "warning", f" TP{rank}")
+    try:
+        with contextlib.redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
+            latency_test(server_args, bench_args, port_args.rendezvous, rank)
+        ready_writer.send({"status": "ready"})
+    except StartupError as error:
+        ready_writer.send({"status": "error", "message": str(error), "exit_code": error.exit_code})
+
+
+def _run_ranks(server_args: ServerArgs, bench_args: argparse.Namespace) -> None:
+    from sglang.srt.entrypoints.scheduler_process import SchedulerProcesses
+    from sglang.srt.managers.io_struct import PortArgs
+
+    port_args = PortArgs.create()
+    processes = SchedulerProcesses(partial(_run_rank, bench_args), server_args, port_args)
+    try:
+        asyncio.run(processes.ready())
+    finally:
+        processes.stop(grace=0)
+        port_args.remove()
 
 
 def main() -> None:
     server_args, bench_args = parse_args(sys.argv[1:])
     configure_logging(server_args.log_level)
     logging.getLogger("sglang").setLevel(server_args.log_level.upper())
-    latency_test(server_args, bench_args)
+    if server_args.tp_size > 1:
+        _run_ranks(server_args, bench_args)
+    else:
+        latency_test(server_args, bench_args)
 
 
 if __name__ == "__main__":

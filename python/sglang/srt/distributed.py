@@ -6,7 +6,6 @@ Layers receive a :class:`TensorParallelGroup`; nothing here is process-wide stat
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,8 +13,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from sglang.srt.utils.net import Rendezvous
+
 # An idle server waits in a broadcast. That a rank has died is noticed by the parent process, not by a timeout.
 _WAIT_FOR_EVER = timedelta(days=3650)
+# A rank connects to a store that listens already.
+_MEETING = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,24 @@ class TensorParallelGroup:
     computed in the dtype of the tensor.
 
     ``process_group`` is the ``torch.distributed`` group for tensors on the model's device, ``cpu_group`` that for what
-    the ranks have to agree on (both None where ``size`` is 1).
+    the ranks have to agree on (both None where ``size`` is 1). ``nnodes`` machines hold as many ranks each, in order.
     """
 
     rank: int = 0
     size: int = 1
     process_group: Any = None
     cpu_group: Any = None
+    nnodes: int = 1
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this machine."""
+        return self.size // self.nnodes
+
+    @property
+    def local_rank(self) -> int:
+        """Which of this machine's ranks, and GPUs, this one is."""
+        return self.rank % self.local_size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``x`` over the ranks; ``x`` may be overwritten."""
@@ -90,28 +104,38 @@ class TensorParallelGroup:
 SINGLE = TensorParallelGroup()
 
 
-def init_tensor_parallel(rank: int, size: int, device: torch.device, store_file: str) -> TensorParallelGroup:
+def init_tensor_parallel(rank: int, size: int, device: torch.device, rendezvous: Rendezvous) -> TensorParallelGroup:
     """Meet the other ranks: returns when all have called this.
 
     Args:
         rank, size: of this process.
         device: this rank's; tensors on a GPU go through NCCL, on the CPU through gloo.
-        store_file: where they find each other: a file that is new, the same for all, and stays.
+        rendezvous: the same for all ranks of a machine.
     """
     if size == 1:
         return SINGLE
-    # All ranks are on this machine: nothing listens on a network. What the user has set wins.
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, loopback)
-    store = distributed.FileStore(store_file, size)  # type: ignore[attr-defined]
+    if rendezvous.interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, rendezvous.interface)
+    store = _open_store(rendezvous, size)
     store.set_timeout(_WAIT_FOR_EVER)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_WAIT_FOR_EVER)
     cpu_group = distributed.group.WORLD
     if device.type != "cuda":
-        return TensorParallelGroup(rank, size, cpu_group, cpu_group)
+        return TensorParallelGroup(rank, size, cpu_group, cpu_group, rendezvous.nnodes)
     torch.cuda.set_device(device)
-    return TensorParallelGroup(rank, size, distributed.new_group(backend="nccl"), cpu_group)
+    tp = TensorParallelGroup(rank, size, distributed.new_group(backend="nccl"), cpu_group, rendezvous.nnodes)
+    # NCCL connects the ranks at their first collective, which must not be one that a CUDA graph captures.
+    tp.all_reduce(torch.zeros(1, device=device))
+    torch.cuda.synchronize(device)
+    return tp
+
+
+def _open_store(rendezvous: Rendezvous, size: int) -> Any:
+    if rendezvous.address is None:
+        return distributed.FileStore(rendezvous.store_file, size)  # type: ignore[attr-defined]
+    host, port = rendezvous.address
+    return distributed.TCPStore(host, port, is_master=False, timeout=_MEETING)  # type: ignore[attr-defined]
 
 
 def close_tensor_parallel(tp: TensorParallelGroup) -> None:

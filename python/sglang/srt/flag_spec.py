@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.errors import ArgumentError
@@ -42,6 +42,7 @@ class FieldSpec:
     optional: bool
     required: bool
     default: Any  # None where it is computed
+    several: bool = False  # a tuple of values of ``type``
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +52,12 @@ class FieldSpec:
         """Raise :class:`ArgumentError` unless ``value`` is of the field's type, a choice of it and in its range."""
         name = self.names[0]
         if value is None and self.optional:
+            return
+        if self.several:
+            if not isinstance(value, tuple) or not value:
+                raise ArgumentError(f"{name} must be one or several values, not {value!r}")
+            for one in value:
+                replace(self, several=False).check(one)
             return
         accepted = (int, float) if self.type is float else (self.type,)
         right_type = isinstance(value, accepted) and (self.type is bool or not isinstance(value, bool))

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sglang.srt.errors import ArgumentError
+from sglang.srt.flag_combinations import check_combinations
 from sglang.srt.flag_spec import HIDDEN, FieldSpec, Flag, suggestion
 from sglang.srt.upstream_flags import REPLACED_FLAGS, is_upstream_flag
 from sglang.srt.utils.cli import ArgumentParser
@@ -96,7 +97,7 @@ class ServerArgs:
         ),
     ] = None
     reasoning_parser: Annotated[
-        Literal["deepseek-r1", "qwen3", "qwen3-thinking"] | None,
+        Literal["deepseek-r1", "mistral", "qwen3", "qwen3-thinking"] | None,
         Flag(
             "Format of the model's thoughts, which then come as reasoning_content. Default: they stay in the content."
         ),
@@ -170,7 +171,7 @@ class ServerArgs:
         ),
     ] = "cached"
     attention_backend: Annotated[
-        Literal["auto", "cpu", "torch_native"],
+        Literal["auto", "cpu", "flashinfer", "torch_native"],
         Flag("Kernel of the attention; auto takes the best one that runs here."),
     ] = "auto"
     grammar_backend: Annotated[
@@ -193,7 +194,7 @@ class ServerArgs:
     mem_fraction_static: Annotated[
         float | None,
         Flag(
-            "Part of the device's memory for weights and the KV cache together. Default: depends on the device.",
+            "Part of the device's memory for weights and KV cache. Default: on a GPU all but what steps need.",
             above=0,
             maximum=1,
         ),
@@ -212,9 +213,29 @@ class ServerArgs:
         int, Flag("Prompt tokens computed in one step, a longer prompt takes several. -1: no limit.", minimum=-1)
     ] = 2048
     page_size: Annotated[int, Flag("Tokens in a page of the KV cache.", minimum=1)] = 1
+    disable_cuda_graph: Annotated[bool, Flag("Don't record decode steps and replay them, on a GPU or a CPU.")] = False
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Flag(
+            "Requests of the largest decode step that is recorded, a CUDA graph on a GPU. Default: "
+            "--max-running-requests, at most 256.",
+            minimum=1,
+        ),
+    ] = None
+    cuda_graph_bs: Annotated[
+        tuple[int, ...] | None,
+        Flag(
+            "Requests of the decode steps that are recorded; on a GPU others are padded to the next of them. Default: "
+            "1, 2, 4, 8, 12, 16, 24 and so on in steps of 8 up to --cuda-graph-max-bs.",
+            minimum=1,
+        ),
+    ] = None
     cuda_graph_backend_prefill: Annotated[
         Literal["disabled"], Flag("CUDA graphs of prefill steps: this version has none.")
     ] = "disabled"
+    disable_overlap_schedule: Annotated[
+        bool, Flag("On a GPU, launch a step only when the tokens of the one before are known, as a CPU does anyway.")
+    ] = False
     disable_radix_cache: Annotated[bool, Flag("Don't keep the KV cache of finished requests for reuse.")] = False
     tp_size: Annotated[
         int,
@@ -224,45 +245,36 @@ class ServerArgs:
             minimum=1,
         ),
     ] = 1
+    nnodes: Annotated[
+        int,
+        Flag(
+            "Machines that share the model: each runs the same command with its own --node-rank and holds --tp-size "
+            "divided by --nnodes ranks.",
+            minimum=1,
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int, Flag("Number of this machine; the one with number 0 serves HTTP, the others only /health.", minimum=0)
+    ] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        Flag(
+            "host:port of machine 0, at which the machines meet. Their ranks talk over the network interface that "
+            "leads there.",
+            names=("--dist-init-addr", "--nccl-init-addr"),
+        ),
+    ] = None
+    dist_timeout: Annotated[int, Flag("Seconds that machines wait for each other at the start.", minimum=1)] = 600
 
     def __post_init__(self) -> None:
         for name in ("tokenizer_path", "served_model_name"):
             if not getattr(self, name):
                 object.__setattr__(self, name, self.model_path)
         for spec in field_specs():
+            if spec.several and isinstance(given := getattr(self, spec.name), list):
+                object.__setattr__(self, spec.name, tuple(given))
             spec.check(getattr(self, spec.name))
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        chunk = self.chunked_prefill_size
-        if chunk != -1 and (chunk < self.page_size or chunk % self.page_size):
-            raise ArgumentError(
-                f"--chunked-prefill-size {chunk} must be -1 (no limit) or a multiple of --page-size {self.page_size}"
-            )
-        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
-            raise ArgumentError(
-                f"--max-total-tokens {self.max_total_tokens} is less than one page (--page-size {self.page_size})"
-            )
-        if self.constrained_json_disable_any_whitespace and self.constrained_json_max_whitespace_cnt is not None:
-            raise ArgumentError(
-                "--constrained-json-max-whitespace-cnt says nothing with --constrained-json-disable-any-whitespace"
-            )
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ArgumentError("--ssl-keyfile and --ssl-certfile belong together: give both or neither")
-        for name in ("ssl_ca_certs", "ssl_keyfile_password"):
-            if getattr(self, name) is not None and self.ssl_keyfile is None:
-                raise ArgumentError(f"--{name.replace('_', '-')} says nothing without --ssl-keyfile and --ssl-certfile")
-        root = self.fastapi_root_path
-        if root is not None and (not root.startswith("/") or root.endswith("/")):
-            raise ArgumentError(f"--fastapi-root-path must begin with / and not end with one, not {root!r}")
-        if self.device == "cuda" or self.tp_size > 1:
-            from sglang.srt.platforms import gpu_count, resolve_device
-
-            if resolve_device(self.device).type == "cuda" and self.tp_size > gpu_count():
-                raise ArgumentError(
-                    f"--tp-size {self.tp_size}: this machine has {gpu_count()} GPU(s); use at most that many, or "
-                    "--device cpu"
-                )
+        check_combinations(self)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
@@ -280,6 +292,11 @@ class ServerArgs:
             if spec.required and spec.name not in given:
                 raise ArgumentError(f"{spec.name} is required")
         return cls(**given)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Tensor-parallel ranks on this machine, and on each other one."""
+        return self.tp_size // self.nnodes
 
     def shown(self) -> dict[str, Any]:
         """Every argument by its field's name, secrets hidden."""
@@ -307,7 +324,8 @@ def field_specs() -> tuple[FieldSpec, ...]:
         members = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
         kinds = [member for member in members if member is not type(None)]
         choices = tuple(get_args(kinds[0])) if get_origin(kinds[0]) is Literal else ()
-        kind = str if choices else kinds[0]
+        several = get_origin(kinds[0]) is tuple
+        kind = str if choices else get_args(kinds[0])[0] if several else kinds[0]
         missing = item.default is MISSING
         specs.append(
             FieldSpec(
@@ -318,6 +336,7 @@ def field_specs() -> tuple[FieldSpec, ...]:
                 optional=len(kinds) < len(members),
                 required=missing and item.default_factory is MISSING,
                 default=None if missing else item.default,
+                several=several,
             )
         )
     return tuple(specs)
@@ -344,6 +363,8 @@ def make_parser() -> ArgumentParser:
             options["type"] = spec.type
             options["required"] = spec.required
             options["metavar"] = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.type.__name__.upper()
+            if spec.several:
+                options["nargs"] = "+"
             if spec.flag.bare is not None:
                 options |= {"nargs": "?", "const": spec.flag.bare}
         parser.add_argument(*spec.names, **options)

@@ -13,7 +13,7 @@ def _say(text: str, values: str) -> dict[str, str]:
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "attention_backend": _say(
         _NOT_YET,
-        "aiter ascend cutlass_mla dsa dual_chunk_flash_attn fa3 fa4 flashinfer flashmla flex_attention intel_amx nsa "
+        "aiter ascend cutlass_mla dsa dual_chunk_flash_attn fa3 fa4 flashmla flex_attention intel_amx nsa "
         "triton trtllm_mha trtllm_mla wave",
     ),
     "device": _say(_NOT_SUPPORTED, "hpu mps musa npu xpu"),
@@ -27,7 +27,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     "reasoning_parser": _say(
         _NOT_SUPPORTED,
         "auto deepseek-v3 deepseek-v31 deepseek-v4 gemma4 glm45 gpt-oss hunyuan inkling interns1 kimi kimi_k2 kimi_k3 "
-        "mimo minimax minimax-append-think minimax-m3 mistral nano_v3 nemotron_3 poolside_v1 step3 step3p5",
+        "mimo minimax minimax-append-think minimax-m3 nano_v3 nemotron_3 poolside_v1 step3 step3p5",
     ),
     "tool_call_parser": _say(
         _NOT_SUPPORTED,
@@ -44,6 +44,9 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 
 # Flags that have another name here: retired in SGLang, or vLLM's.
 REPLACED_FLAGS: dict[str, str] = {
+    "--cuda-graph-bs-decode": "--cuda-graph-bs",
+    "--cuda-graph-max-bs-decode": "--cuda-graph-max-bs",
+    "--disable-decode-cuda-graph": "--disable-cuda-graph",
     "--disable-flashinfer": "--attention-backend",
     "--disable-piecewise-cuda-graph": "--cuda-graph-backend-prefill",
     "--fp4-gemm-runner-backend": "--fp4-gemm-backend",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.entrypoints.scheduler_process import RunScheduler
+from sglang.srt.errors import ArgumentError
 from sglang.srt.managers.generate_request import parse_generate_request
 from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import close, last
@@ -37,6 +38,11 @@ class Engine:
         if given is not None and kwargs:
             raise TypeError(f"Engine(server_args=...) takes no other arguments, got {', '.join(kwargs)}")
         self.server_args: ServerArgs = given or ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
+        if self.server_args.node_rank > 0:
+            raise ArgumentError(
+                f"node_rank {self.server_args.node_rank}: an Engine is node 0; start `python -m sglang.launch_server` "
+                "with the same arguments on the other nodes"
+            )
         # Handlers are the caller's; a library has no say in them.
         logging.getLogger("sglang").setLevel(self.server_args.log_level.upper())
         self._runtime = Runtime(self.server_args, _run_scheduler)

@@ -7,9 +7,12 @@ import dataclasses
 import logging
 from typing import Any
 
+import msgspec
+
 from sglang import __version__
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.entrypoints.nodes import Nodes, make_nodes
 from sglang.srt.entrypoints.openai.settings import OpenAISettings
 from sglang.srt.entrypoints.scheduler_process import RunScheduler, SchedulerProcesses
 from sglang.srt.errors import RequestError, StartupError
@@ -60,6 +63,7 @@ class Runtime:
         self._manager: TokenizerManager | None = None
         self._processes: SchedulerProcesses | None = None
         self._death: asyncio.Future[str] | None = None
+        self.nodes: Nodes | None = None
         self.scheduler_info: dict[str, Any] = {}
         self.metrics: MetricsCollector | None = None
         self.weight_version = "default"
@@ -82,6 +86,10 @@ class Runtime:
             StartupError: the scheduler could not start. :meth:`stop` still has to be called.
         """
         self._port_args = PortArgs.create()
+        self.nodes = make_nodes(self.server_args, self.model_config)
+        if self.nodes is not None:
+            rendezvous = await self.nodes.meet()
+            self._port_args = msgspec.structs.replace(self._port_args, rendezvous=rendezvous)
         self._channel = SchedulerChannel(self._port_args)
         self._manager = TokenizerManager(
             self.tokenizer, self.model_config.vocab_size, self.model_config.context_len, self._channel
@@ -94,7 +102,7 @@ class Runtime:
                 any_whitespace=not self.server_args.constrained_json_disable_any_whitespace,
                 max_whitespace_cnt=self.server_args.constrained_json_max_whitespace_cnt,
             )
-        self._processes = SchedulerProcesses(self._run_scheduler, self.server_args, self._port_args)
+        self._processes = SchedulerProcesses(self._run_scheduler, self.server_args, self._port_args, self.nodes)
         info = await self._processes.ready()
         self._death = asyncio.ensure_future(self._watch(self._processes, self._manager))
         self.scheduler_info = {name: value for name, value in info.items() if name != "status"}
@@ -122,7 +130,7 @@ class Runtime:
             raise StartupError(f"The warm-up request failed: {error}") from error
 
     async def _watch(self, processes: SchedulerProcesses, manager: TokenizerManager) -> str:
-        message = f"The {await processes.died()}."
+        message = await processes.died()
         logger.error(message)
         manager.scheduler_died(message)
         return message
@@ -164,6 +172,9 @@ class Runtime:
         if self._processes is not None:
             self._processes.stop(grace)
             self._processes = None
+        if self.nodes is not None:
+            self.nodes.close()
+            self.nodes = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None

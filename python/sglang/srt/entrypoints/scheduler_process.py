@@ -1,27 +1,34 @@
-"""The scheduler as child processes, one per tensor-parallel rank: start, readiness, death, end."""
+"""The scheduler as child processes, one per tensor-parallel rank of this node: start, readiness, death, end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from sglang.srt.entrypoints.nodes import End, Nodes
 from sglang.srt.errors import StartupError
 from sglang.srt.managers.io_struct import PortArgs
 from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 # The last argument is the tensor-parallel rank.
 RunScheduler = Callable[[ServerArgs, PortArgs, Connection, int], None]
 
-# Seconds that the other ranks get to end by themselves once rank 0 has ended.
+# Seconds that the other ranks get to end by themselves once rank 0 has ended, on its node and on another.
 _OTHER_RANKS_GRACE = 0.5
+_OTHER_NODES_GRACE = 10.0
 
 
 def _main(run: RunScheduler, server_args: ServerArgs, port_args: PortArgs, ready_writer: Connection, rank: int) -> None:
@@ -98,6 +105,13 @@ class _Rank:
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
         return f"{self.name} {how}"
 
+    def traceback(self) -> str:
+        """Of the process, which has ended, if it could still tell."""
+        try:
+            return str(self.ready.recv().get("traceback", "")) if self.ready.poll() else ""
+        except EOFError:
+            return ""
+
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
@@ -105,51 +119,102 @@ class _Rank:
 
 
 class SchedulerProcesses:
-    """The processes of all ranks, which live and die together; :meth:`stop` them in the end."""
+    """The processes of this node's ranks. They, and those of the other ``nodes``, live and die together; :meth:`stop`
+    them in the end."""
 
-    def __init__(self, run: RunScheduler, server_args: ServerArgs, port_args: PortArgs) -> None:
+    def __init__(
+        self, run: RunScheduler, server_args: ServerArgs, port_args: PortArgs, nodes: Nodes | None = None
+    ) -> None:
+        self._nodes = nodes
+        self._is_first_node = server_args.node_rank == 0
+        first = server_args.node_rank * server_args.ranks_per_node
         with _spin_briefly():
-            self._ranks = [_Rank(run, server_args, port_args, rank) for rank in range(server_args.tp_size)]
+            self._ranks = [
+                _Rank(run, server_args, port_args, rank) for rank in range(first, first + server_args.ranks_per_node)
+            ]
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until all ranks serve; what rank 0 reports of itself.
+        """Wait until this node's ranks serve; what the first of them reports of itself.
 
         Raises:
-            StartupError: one reported an error, or died; all are ended then.
+            StartupError: one reported an error, or died, or another node ended; all are ended then.
         """
-        reports: dict[Connection, dict[str, Any]] = {}
-        waiting = {rank.ready: rank for rank in self._ranks}
         try:
-            while waiting:
-                for ready in await _readable(*waiting):
-                    reports[ready] = waiting.pop(ready).report()
-        except StartupError:
+            report = await self._unless_another_node_ends(self._reports())
+            if isinstance(report, End):
+                raise StartupError(report.error or "Node 0 has ended.")
+        except StartupError as error:
+            self._tell_end(str(error))
             self._kill()
             raise
+        return report
+
+    async def _reports(self) -> dict[str, Any]:
+        reports: dict[Connection, dict[str, Any]] = {}
+        waiting = {rank.ready: rank for rank in self._ranks}
+        while waiting:
+            for ready in await _readable(*waiting):
+                reports[ready] = waiting.pop(ready).report()
         return reports[self._ranks[0].ready]
 
     async def died(self) -> str:
-        """Wait for the end of any rank; its name and how it ended. The others, which would wait for it, are ended."""
+        """Wait for the end of any rank of any node; a sentence that says which and how. The others, which would wait
+        for it, are ended. Empty if the end is as asked, which only other nodes than the first see."""
+        first = await self._unless_another_node_ends(self._first_to_end())
+        if isinstance(first, End):
+            message = first.error
+            if not message:  # rank 0 has told ours
+                await asyncio.to_thread(self._join, _OTHER_NODES_GRACE)
+            elif first.traceback:
+                logger.error("Of another node:\n%s", first.traceback)
+        elif first.process.exitcode == 0 and not self._is_first_node:
+            return ""
+        else:
+            message = f"The {first.end()}."
+            self._tell_end(message, first.traceback())
+        self._kill()
+        return message
+
+    async def _first_to_end(self) -> _Rank:
         ranks = {rank.process.sentinel: rank for rank in self._ranks}
         first, *_ = await _readable(*ranks)
-        end = ranks[first].end()
-        self._kill()
-        return end
+        ranks[first].process.join()
+        return ranks[first]
+
+    async def _unless_another_node_ends(self, work: Coroutine[Any, Any, T]) -> T | End:
+        """The result of ``work``, or another node's end if that is first."""
+        task = asyncio.ensure_future(work)
+        futures: set[asyncio.Future[Any]] = {task} if self._nodes is None else {task, self._nodes.ended}
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() or self._nodes is None:
+                return task.result()
+            return self._nodes.ended.result()
+        finally:
+            task.cancel()
+
+    def _tell_end(self, error: str = "", traceback: str = "") -> None:
+        if self._nodes is not None and not self._nodes.ended.done():
+            self._nodes.tell_end(error, traceback)
+
+    def _join(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
 
     def _kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
 
     def stop(self, grace: float = 10.0) -> None:
-        """End the processes, by force after ``grace`` seconds (or at once if 0)."""
-        if grace > 0:
+        """End the processes, by force after ``grace`` seconds (or at once if 0), and those of the other nodes."""
+        self._tell_end()
+        if grace > 0 and self._is_first_node:
             # Rank 0 tells the others when it ends.
-            first, *others = (rank.process for rank in self._ranks)
+            first = self._ranks[0].process
             first.terminate()
             first.join(grace)
-            deadline = time.monotonic() + _OTHER_RANKS_GRACE
-            for process in others:
-                process.join(max(0.0, deadline - time.monotonic()))
+            self._join(_OTHER_RANKS_GRACE)
         self._kill()
         for rank in self._ranks:
             rank.ready.close()

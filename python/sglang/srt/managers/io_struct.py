@@ -13,6 +13,7 @@ import msgspec
 from sglang.srt.constrained.xgrammar_backend import GrammarSource, Vocabulary
 from sglang.srt.errors import StartupError
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.net import Rendezvous
 
 # Unix has room for about 104 bytes of socket path; "/sglang-xxxxxxxx/scheduler" comes behind.
 _LONGEST_SOCKET_FOLDER = 75
@@ -22,12 +23,12 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     """The two ZMQ endpoints between the processes. The receiving (PULL) side binds, the sending (PUSH) side connects.
 
     The scheduler binds ``scheduler_input_ipc``; the HTTP process binds ``tokenizer_ipc`` before it starts the other.
-    ``rank_store`` is the file through which tensor-parallel ranks find each other.
+    ``rendezvous`` is where tensor-parallel ranks find each other.
     """
 
     scheduler_input_ipc: str
     tokenizer_ipc: str
-    rank_store: str
+    rendezvous: Rendezvous
 
     @classmethod
     def create(cls) -> "PortArgs":
@@ -46,7 +47,7 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             scheduler_input_ipc=f"ipc://{folder}/scheduler",
             tokenizer_ipc=f"ipc://{folder}/tokenizer",
-            rank_store=f"{folder}/ranks",
+            rendezvous=Rendezvous.on_this_machine(f"{folder}/ranks"),
         )
 
     def remove(self) -> None:

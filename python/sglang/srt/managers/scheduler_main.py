@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection
 
 import torch
@@ -23,11 +24,14 @@ from sglang.srt.model_executor.model_summary import summarize
 from sglang.srt.platforms import resolve_device
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
+from sglang.srt.utils.net import Rendezvous
 
 logger = logging.getLogger(__name__)
 
 # Between ranks: longer than the parent takes to notice that one of its children has died.
 GRACE_FOR_THE_CAUSE = 1.0
+# Characters of its end, so that it fits into a pipe that nobody reads.
+LONGEST_TRACEBACK = 20_000
 
 
 def run_scheduler_process(
@@ -37,7 +41,7 @@ def run_scheduler_process(
 
     Sends one dictionary through ``ready_writer``: ``status`` "ready" with the sizes the parent needs, or "error" with
     ``message`` and ``exit_code``. Then serves until SIGTERM, which lets running requests finish. Exit status 0 after
-    SIGTERM, else that of the error, which is in the log.
+    SIGTERM, else that of the error, which is in the log, and whose ``traceback`` is sent too.
     """
     several = server_args.tp_size > 1
     quiet = tp_rank > 0 and server_args.log_level in ("debug", "info")
@@ -57,13 +61,13 @@ def run_scheduler_process(
         sys.exit(exit_code)
     state = scheduler.get_internal_state() | summarize(scheduler.model_runner)
     ready_writer.send({"status": "ready", "max_req_input_len": scheduler.max_req_input_len, **state})
-    ready_writer.close()
     try:
         scheduler.event_loop()
         close_tensor_parallel(scheduler.model_runner.tp)
     except Exception:
         _let_the_cause_come_first(several)
         logger.exception("The scheduler hit an exception and ends.")
+        ready_writer.send({"status": "error", "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:]})
         sys.exit(1)
     finally:
         channel.close()
@@ -76,17 +80,29 @@ def _let_the_cause_come_first(several: bool) -> None:
         time.sleep(GRACE_FOR_THE_CAUSE)
 
 
-def _make_scheduler(server_args: ServerArgs, port_args: PortArgs, tp_rank: int) -> tuple[Scheduler, Channel]:
-    device = resolve_device(server_args.device, tp_rank)
+def make_model_runner(server_args: ServerArgs, rendezvous: Rendezvous, tp_rank: int, quiet: bool = True) -> ModelRunner:
+    """The model of this process, which is one of ``server_args.tp_size`` ranks, on its device.
+
+    ``rendezvous`` is where ranks meet, if there are several. ``quiet`` leaves the choice of the FP4 backend out of the
+    log, where the parent has logged it.
+
+    Raises:
+        StartupError: as :class:`ModelRunner`.
+    """
+    device = resolve_device(server_args.device, tp_rank % server_args.ranks_per_node)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         # More threads than cores wait for each other.
-        torch.set_num_threads(max(1, torch.get_num_threads() // server_args.tp_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // server_args.ranks_per_node))
     model_config = ModelConfig.from_server_args(server_args)
-    # The parent has logged the choice already.
-    initialize_fp4_gemm_config(server_args, model_config.dtype, quiet=True)
-    tp = init_tensor_parallel(tp_rank, server_args.tp_size, device, port_args.rank_store)
-    model_runner = ModelRunner(server_args, model_config, tp)
+    initialize_fp4_gemm_config(server_args, model_config.dtype, quiet=quiet)
+    tp = init_tensor_parallel(tp_rank, server_args.tp_size, device, rendezvous)
+    return ModelRunner(server_args, model_config, tp)
+
+
+def _make_scheduler(server_args: ServerArgs, port_args: PortArgs, tp_rank: int) -> tuple[Scheduler, Channel]:
+    model_runner = make_model_runner(server_args, port_args.rendezvous, tp_rank)
+    tp = model_runner.tp
     channel = ZmqChannel(port_args) if tp.size == 1 else RankChannel(tp, port_args)
-    return Scheduler(server_args, model_config, model_runner, channel), channel
+    return Scheduler(server_args, model_runner.model_config, model_runner, channel), channel
