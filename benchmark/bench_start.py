@@ -20,41 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-QUANTIZATION = {
-    "producer": {"name": "modelopt", "version": "0.47.0"},
-    "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
-}
-
-
-def write_config(folder: Path) -> None:
-    """What ``--load-format dummy`` needs of a checkpoint."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "hf_quant_config.json").write_text(json.dumps(QUANTIZATION))
+from dummy_models import Shape, write_config
 
 
 def start(folder: Path) -> dict[str, float]:
@@ -94,7 +60,7 @@ def main() -> None:
     report: dict[str, object] = {"cpus": os.cpu_count()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_config(folder)
+        write_config(folder, Shape.parse("llama-3.1-8b"), "w4a16_nvfp4")
         for name in ("cold", "warm"):
             done = subprocess.run(
                 [sys.executable, __file__, "--start", temporary],
