@@ -108,7 +108,7 @@ def _values(spec: FieldSpec) -> str:
     bounds += [f"{flag.minimum} or more"] if flag.minimum is not None else []
     bounds += [f"at most {flag.maximum}"] if flag.maximum is not None else []
     kind = {int: "integer", float: "number", str: "text"}[spec.type]
-    return ", ".join([kind, *bounds])
+    return ("one or several: " if spec.several else "") + ", ".join([kind, *bounds])
 
 
 def _default(spec: FieldSpec) -> str:

@@ -58,6 +58,12 @@ def test_json_has_everything(capsys):
     assert [backend["name"] for backend in fp4["backends"]] == list(backends())
     assert (fp4["target"], fp4["flag"], fp4["environment"], fp4["error"]) == ("cpu", "auto", None, None)
     assert fp4["resolution"]["source"] == "default"
+    attention = report["attention"]
+    reasons = {backend["name"]: backend["reason"] for backend in attention["backends"]}
+    assert list(reasons) == ["cpu", "flashinfer", "torch_native"]
+    assert reasons["torch_native"] is None and "needs a CUDA GPU" in reasons["flashinfer"]
+    assert attention["auto"] == next(name for name, reason in reasons.items() if reason is None)
+    assert "bfloat16" in attention["target"]
     assert fp4["resolution"]["resolved"] == fp4["auto"]["w4a4"]
     for backend in fp4["backends"]:
         listed = fp4["resolution"]["unsupported"]
@@ -101,6 +107,9 @@ def test_tables_name_every_backend_and_reason():
     for backend in report["fp4_gemm"]["backends"]:
         assert backend["name"] in text
         assert backend["w4a4"] is None or backend["w4a4"] in text
+    for backend in report["attention"]["backends"]:
+        assert backend["name"] in text
+        assert backend["reason"] is None or backend["reason"] in text
     assert "A server started now asks for auto and gets" in text
     assert all(name in text for name in report["versions"])
 

@@ -1,4 +1,4 @@
-"""``python -m sglang.check_env [--json]``: what is installed, what the machine has, which FP4 backends run on it."""
+"""``python -m sglang.check_env [--json]``: what is installed, what the machine has, which backends run on it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rich.table import Table
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
+from sglang.srt.layers.attention.attention_registry import attention_backends, unsupported_reasons
+from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.quantization.fp4_utils import (
     Target,
     backends,
@@ -101,18 +103,32 @@ def fp4_report(target: Target, flag: str, env_value: str | None) -> dict[str, An
     return report
 
 
+def attention_report(device: torch.device) -> dict[str, Any]:
+    """What each attention backend says about a usual model on ``device``: bfloat16, heads of 128 values."""
+    target = AttentionTarget(device, torch.bfloat16, torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
+    reasons = unsupported_reasons(target)
+    entries = [{"name": name, "reason": reasons.get(name)} for name in attention_backends()]
+    return {
+        "target": str(target),
+        "backends": entries,
+        "auto": next(entry["name"] for entry in entries if entry["reason"] is None),
+    }
+
+
 def collect(device: str | None, flag: str) -> dict[str, Any]:
     """The whole report as JSON-compatible values.
 
     Raises:
         ArgumentError: there is no such device, or an environment variable has a value that can't be used.
     """
-    target = Target.current(resolve_device(device))
+    resolved = resolve_device(device)
+    target = Target.current(resolved)
     return {
         "versions": versions() | {"nvcc (for FlashInfer)": target.nvcc},
         "devices": devices(),
         "cache": cache_report(),
         "fp4_gemm": fp4_report(target, flag, envs.SGLANG_FLASHINFER_FP4_GEMM_BACKEND.get()),
+        "attention": attention_report(resolved),
     }
 
 
@@ -157,10 +173,19 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         text = f"A server started now asks for {chosen['requested']}{origin} and gets {chosen['resolved']}."
         console.print(text, markup=False, soft_wrap=True)
 
+    attention = report["attention"]
+    title = f"Attention backends on {attention['target']}"
+    table = Table("--attention-backend", "", title=title, title_justify="left")
+    for backend in attention["backends"]:
+        table.add_row(backend["name"], escape(backend["reason"] or "runs"))
+    table.add_section()
+    table.add_row("auto takes", attention["auto"])
+    console.print(table)
+
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Print the report; exit status 2 if the chosen FP4 backend could not be used here."""
-    parser = ArgumentParser("python -m sglang.check_env", "What is installed and which FP4 GEMM backends run here.")
+    parser = ArgumentParser("python -m sglang.check_env", "What is installed and which backends run here.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N. Default: cuda if there is a usable GPU.")
     parser.add_argument("--fp4-gemm-backend", default="auto", help="Explain what the server would do with this flag.")

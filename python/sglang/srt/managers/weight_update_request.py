@@ -10,13 +10,13 @@ import msgspec
 from sglang.srt.request_validation import convert, select_supported
 
 # Fields that ask for nothing with these values. The caches of prefixes and (on a GPU) of torch's allocator are always
-# emptied.
+# emptied, and decode graphs always recorded again.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "flush_cache": (True,),
     "torch_empty_cache": (False, True),
     "is_async": (False,),
     "keep_pause": (False,),
-    "recapture_cuda_graph": (False,),
+    "recapture_cuda_graph": (False, True),
     "token_step": (0,),
     "manifest": (),
     "rid": (),

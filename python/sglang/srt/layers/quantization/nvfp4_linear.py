@@ -236,6 +236,11 @@ class NvFp4Linear:
     def nbytes(self) -> int:
         return sum(segment.prepared.nbytes for segment in self.segments)
 
+    @property
+    def rows_share_a_scale(self) -> bool:
+        """Whether what a row of the input gets depends on the other rows."""
+        return self.activation is Activation.DYNAMIC and not self.backend.keeps_activations
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] of the layer's dtype, any strides, M from 0 up, to [..., N].
 
@@ -257,7 +262,9 @@ class NvFp4Linear:
         for segment in segments:
             size = segment.out_features
             out_padding = -size % backend.out_multiple
-            part = None if bias is None else F.pad(bias[start : start + size], (0, out_padding))
+            part = None if bias is None else bias[start : start + size]
+            if part is not None and out_padding:
+                part = F.pad(part, (0, out_padding))
             y = backend.apply(self._input_of(segment, rows), segment.prepared, part)
             outputs.append(y[:, :size] if out_padding else y)
             start += size
