@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -10,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from fake_scheduler import run_fake_scheduler
 from sglang.srt.entrypoints.http_app import HttpServer
 from sglang.srt.entrypoints.runtime import Runtime
+from sglang.srt.entrypoints.uvicorn_server import make_uvicorn, new_event_loop
 from sglang.srt.server_args import ServerArgs
 
 FIXTURE = Path(__file__).parent / "fixtures" / "tiny-llama-bf16"
@@ -23,12 +21,16 @@ FIXTURE = Path(__file__).parent / "fixtures" / "tiny-llama-bf16"
 @contextlib.contextmanager
 def serve(**arguments: Any) -> Iterator[str]:
     """The base URL of a server with these arguments, ready."""
-    arguments = {"model_path": str(FIXTURE), "device": "cpu", "random_seed": 1, **arguments}
+    arguments = {
+        "model_path": str(FIXTURE),
+        "device": "cpu",
+        "random_seed": 1,
+        "log_level_http": "warning",
+        **arguments,
+    }
     runtime = Runtime(ServerArgs(**arguments), run_fake_scheduler)
     application = HttpServer(runtime)
-    root_path = runtime.server_args.fastapi_root_path or ""
-    config = uvicorn.Config(application.app, log_config=None, log_level="warning", lifespan="off", root_path=root_path)
-    server = uvicorn.Server(config)
+    server = make_uvicorn(application.app, runtime.server_args)
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
 
@@ -42,7 +44,8 @@ def serve(**arguments: Any) -> Iterator[str]:
             started.set()
             runtime.stop()
 
-    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    loop = new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
     thread.start()
     started.wait()
     assert application.ready
@@ -52,3 +55,4 @@ def serve(**arguments: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+        loop.close()

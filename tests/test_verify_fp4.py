@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -14,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from forked import run_module
 from fp4_fakes import Stand
 from sglang import verify_fp4
 from sglang.srt.errors import ArgumentError, CheckpointError
@@ -379,15 +378,13 @@ def test_exit_statuses_of_the_command(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-fp4\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.fp4_gemm_backends]\nwrong = wrong_fp4\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "sglang.verify_fp4", "--device", "cpu", "--shapes", "32x32", "--rows", "3"]
+    common = ["--device", "cpu", "--shapes", "32x32", "--rows", "3"]
     for arguments, status, text in (
         (["--backend", "torch"], 0, "torch: 8 of 8 ok"),
         (["--backend", "wrong"], 1, "6 WRONG: 8 rows"),
         (["--backend", "cutlass"], 2, "error: --backend cutlass can't run here: needs a CUDA GPU"),
     ):
-        done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": path}
-        )
+        done = run_module("sglang.verify_fp4", [*common, *arguments], {**os.environ, "PYTHONPATH": path})
         assert done.returncode == status, done.stdout + done.stderr
         assert text in done.stdout + done.stderr
         assert "Traceback" not in done.stderr

@@ -15,6 +15,8 @@ from servers import ANSWER_SECONDS, Server, Setup, running
 
 # Nothing of this has to be computed: told is told at once.
 TOLD_SECONDS = 15.0
+# Requests that run must do so when the next one is refused, and end within the grace.
+WORK_SECONDS = 4.0
 
 
 def _request(tokens: int, stream: bool) -> dict[str, Any]:
@@ -74,10 +76,19 @@ def server_killed(setup: Setup) -> Iterator[Row]:
         yield none_of(check, [] if grammar.status_code == 200 else [grammar.text], "The request before it failed.")
 
 
+def _tokens_of_seconds(server: Server, seconds: float) -> int:
+    """How many tokens a request may have to take about so long, or longer among others."""
+    probe = 32
+    begin = time.monotonic()
+    server.post("/generate", _request(probe, stream=False))
+    return min(1500, max(probe, int(probe * seconds / (time.monotonic() - begin))))
+
+
 def sigterm(setup: Setup) -> Iterator[Row]:
     check = "SIGTERM"
     with running(setup) as server:
         refused: list[int] = []
+        tokens = _tokens_of_seconds(server, WORK_SECONDS)
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)
@@ -86,7 +97,7 @@ def sigterm(setup: Setup) -> Iterator[Row]:
                 time.sleep(0.01)
             refused.append(server.post("/generate", _request(1, stream=False)).status_code)
 
-        answers, _ = asyncio.run(_while_asked(server, 64, 8, terminate, 0.0))
+        answers, _ = asyncio.run(_while_asked(server, tokens, 8, terminate, 0.0))
         lost = [answer.text[-200:] for answer in answers if answer.error or not answer.complete]
         yield none_of(check, lost, "Of 8 requests that ran, those that did not come to their end.")
         yield none_of(check, [str(s) for s in refused if s != 503], "A new request was answered with another than 503.")

@@ -18,7 +18,7 @@ from rows import Row, none_of
 from servers import ANSWER_SECONDS, Server, Setup, running
 
 # The event loop serves everybody; while it answers one client the others wait.
-STALL_SECONDS = 10.0
+STALL_SECONDS = 3.0
 EXAMPLES = 60  # per path and mode of schemathesis
 
 

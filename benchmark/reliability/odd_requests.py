@@ -52,7 +52,10 @@ def odd_requests(vocab_size: int) -> Iterator[Odd]:
         yield Odd(f"nested {depth} deep", "/generate", body)
     yield Odd("10 MB prompt", "/generate", json.dumps({"text": "hello world " * (10 * MB // 12)}).encode())
     yield Odd("10 MB prompt without spaces", "/generate", json.dumps({"text": "a" * (10 * MB)}).encode())
-    yield Odd("10 MB of token ids", "/generate", b'{"input_ids":[' + b"1," * (5 * MB) + b"1]}")
+    yield Odd("10 MB of token ids", "/generate", b'{"input_ids":[' + b"1," * (5 * MB) + b"1]}", (413,))
+    yield Odd("8 MB of token ids", "/generate", b'{"input_ids":[' + b"1," * (4 * MB - 100) + b"1]}")
+    yield Odd("64 MB of lists", "/generate", b'{"text":[' + b"[]," * (21 * MB) + b"[]]}", (413,))
+    yield Odd("250000 names", "/generate", b'{"a":{' + b",".join(b'"%d":1' % i for i in range(250_000)) + b"}}")
     yield Odd("10 MB of a field's name", "/generate", b'{"text":"a","' + b"x" * (10 * MB) + b'":1}')
     yield Odd("70 MB", "/generate", b'{"text":"' + b"a" * (70 * MB) + b'"}', (413, 0))
     yield Odd("gzip", "/generate", b'{"text":"a"}', (200, 400, 415), {"content-encoding": "gzip"})
@@ -64,8 +67,9 @@ def odd_requests(vocab_size: int) -> Iterator[Odd]:
     yield _generate("no tokens in a batch", text=None, input_ids=[[1], []])
     yield _generate("one bad of a batch", text=None, input_ids=[[1], [vocab_size]])
     yield _generate("ids mixed with lists", text=None, input_ids=[1, [1]])
-    yield _generate("a million prompts", text=["a"] * 1_000_000)
-    yield _generate("a million sequences", text=None, input_ids=[[1]] * 1_000_000)
+    yield _generate("a million prompts", 413, text=["a"] * 1_000_000)
+    yield _generate("250000 prompts", text=["a"] * 250_000)
+    yield _generate("250000 sequences", text=None, input_ids=[[1]] * 250_000)
     yield _generate("rids of a batch twice", text=["a", "b"], rid=["x", "x"])
     yield _generate("rids for no batch", rid=["x", "y"])
     yield _generate("1 MB of rid for 10000 samples", rid="x" * MB, sampling_params={"n": 10000, "max_new_tokens": 1})
@@ -76,7 +80,7 @@ def odd_requests(vocab_size: int) -> Iterator[Odd]:
     )
     # Parameters
     yield _params("empty stop", stop=[""])
-    yield _params("a million stop strings", stop=[f"s{i}" for i in range(1_000_000)])
+    yield _params("250000 stop strings", stop=[f"s{i}" for i in range(250_000)])
     yield _params("10 MB of stop string", stop="ab" * (5 * MB))
     yield _params("100000 biases", 200, 400, logit_bias={str(i % vocab_size): 1.0 for i in range(100_000)})
     yield _params("biases twice", 400, logit_bias={"1": 1.0, "01": 2.0})
@@ -111,8 +115,10 @@ def odd_requests(vocab_size: int) -> Iterator[Odd]:
     ):
         body = json.dumps({"max_tokens": 2, **fields}).encode()
         yield Odd(f"chat: {name}", "/v1/chat/completions", body, (200, 400))
-    many = [{"role": "user", "content": "a"}] * 100_000
-    yield Odd("chat: 100000 messages", "/v1/chat/completions", json.dumps({"messages": many}).encode())
+    for count, status in ((50_000, 400), (100_000, 413)):
+        many = [{"role": "user", "content": "a"}] * count
+        body = json.dumps({"messages": many}).encode()
+        yield Odd(f"chat: {count} messages", "/v1/chat/completions", body, (status,))
     for depth in (100, 400, 5000):
         schema = _nested(depth)
         yield _params(f"schema {depth} deep", 200, 400, json_schema=schema)
@@ -120,7 +126,7 @@ def odd_requests(vocab_size: int) -> Iterator[Odd]:
         body += '"json_schema":{"name":"x","schema":' + schema + "}}}"
         yield Odd(f"chat: schema {depth} deep", "/v1/chat/completions", body.encode(), (200, 400))
     yield Odd("completions: ids mixed", "/v1/completions", b'{"prompt":[1,"a",[2]]}')
-    yield Odd("completions: a million prompts", "/v1/completions", json.dumps({"prompt": ["a"] * 1_000_000}).encode())
+    yield Odd("completions: 250000 prompts", "/v1/completions", json.dumps({"prompt": ["a"] * 250_000}).encode())
     yield Odd("completions: no prompt", "/v1/completions", b'{"prompt":[]}')
     yield Odd("tokenize: 10 MB", "/tokenize", json.dumps({"prompt": "hello " * 1_700_000}).encode(), (200, 400))
     yield Odd("detokenize: wrong ids", "/detokenize", json.dumps({"tokens": [vocab_size, -1, 2**70]}).encode())

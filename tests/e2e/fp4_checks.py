@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launched_server import FIXTURES, Server, environment, free_port
+from launched_server import FIXTURES, Server, launched
 from safetensors.torch import load_file, save_file
 
 from sglang.demo_model import make_demo_model
@@ -26,7 +25,6 @@ from sglang.srt.layers.quantization.fp4_utils import (
 )
 from sglang.srt.platforms import resolve_device
 from sglang.test.few_shot_gsm8k import run_eval
-from sglang.test.test_utils import DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH, kill_process_tree, popen_launch_server
 
 ANCHORS = json.loads((FIXTURES / "smollm2_anchors.json").read_text())
 ITEMS = [json.loads(line) for line in (FIXTURES / "multiple_choice.jsonl").read_text().splitlines()]
@@ -59,25 +57,11 @@ def skip_unless_it_runs(backend: str, weight_only: bool) -> None:
         pytest.skip(f"{backend}: {reason}")
 
 
-@contextmanager
-def served(model: str | Path, log: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def served(
+    model: str | Path, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
     """The server on this machine's device, ready; afterwards it must end with status 0 on SIGTERM."""
-    url = f"http://127.0.0.1:{free_port()}"
-    with log.open("w") as stream:
-        process = popen_launch_server(
-            str(model),
-            url,
-            DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
-            other_args=arguments,
-            env=environment(**(env or {})),
-            return_stdout_stderr=(stream, stream),
-        )
-        try:
-            yield Server(process, url, log)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            kill_process_tree(process.pid)
+    return launched(model, folder, "--device", resolve_device().type, *arguments, **(env or {}))
 
 
 @dataclass(frozen=True)

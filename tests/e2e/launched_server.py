@@ -1,4 +1,4 @@
-"""A real server process for a test: ``python -m sglang.launch_server`` on a free port."""
+"""A real server process for a test: what ``python -m sglang.launch_server`` runs, on a free port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from pathlib import Path
 
 import httpx
 
+from forked import ForkedProcess, run_module
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+MODULE = "sglang.launch_server"
+# A server that ends is noticed at once; one that downloads its model or compiles its kernels takes its time.
+READY_SECONDS = 1800.0
 
 
 def free_port() -> int:
@@ -23,9 +28,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def command(model: str | Path, *arguments: str) -> list[str]:
+def arguments_of(model: str | Path, *arguments: str) -> list[str]:
     device = () if "--device" in arguments else ("--device", "cpu")
-    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *device, *arguments]
+    return ["--model-path", str(model), *device, *arguments]
+
+
+def command(model: str | Path, *arguments: str) -> list[str]:
+    """One that begins with an interpreter of its own."""
+    return [sys.executable, "-m", MODULE, *arguments_of(model, *arguments)]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -36,13 +46,11 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_to_exit(model: str | Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A start that must fail: its output and status."""
-    return subprocess.run(
-        command(model, *arguments), env=environment(**env), capture_output=True, text=True, timeout=120
-    )
+    return run_module(MODULE, arguments_of(model, *arguments), environment(**env))
 
 
 class Server:
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: ForkedProcess | subprocess.Popen[bytes], url: str, log: Path) -> None:
         self.process, self.url, self._log = process, url, log
 
     @property
@@ -62,20 +70,18 @@ class Server:
 
 
 @contextmanager
-def launched(model: str | Path, tmp_path: Path, *arguments: str, **env: str) -> Iterator[Server]:
+def launched(model: str | Path, folder: Path, *arguments: str, **env: str) -> Iterator[Server]:
     """The server, ready; afterwards it must end with status 0 on SIGTERM (unless the test ended it)."""
     port = free_port()
-    log = tmp_path / "server.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command(model, "--port", str(port), *arguments), env=environment(**env), stdout=stream, stderr=stream
-        )
+    log = folder / "server.log"
+    log.write_bytes(b"")
+    process = ForkedProcess(MODULE, arguments_of(model, "--port", str(port), *arguments), environment(**env), log, log)
     server = Server(process, f"http://127.0.0.1:{port}", log)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + READY_SECONDS
         while True:
             assert process.poll() is None, f"the server ended with {process.returncode}:\n{server.log}"
-            assert time.monotonic() < deadline, f"not ready after 180 s:\n{server.log}"
+            assert time.monotonic() < deadline, f"not ready after {READY_SECONDS:g} s:\n{server.log}"
             try:
                 if server.get("/health").status_code == 200:
                     break
@@ -87,6 +93,5 @@ def launched(model: str | Path, tmp_path: Path, *arguments: str, **env: str) -> 
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, server.log
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()

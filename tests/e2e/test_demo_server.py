@@ -24,7 +24,8 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with launched(demo_model_dir, tmp_path_factory.mktemp("demo")) as running:
+    folder = tmp_path_factory.mktemp("demo")
+    with launched(demo_model_dir, folder, "--constrained-json-disable-any-whitespace") as running:
         yield running
 
 
@@ -59,6 +60,14 @@ def test_capital_of_france(server: Server) -> None:
     )
     assert "Paris" in reply.choices[0].message.content
     assert reply.choices[0].finish_reason == "stop"
+
+
+def test_json_on_one_line(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}, "minItems": 3}}}
+    params = {"temperature": 0, "max_new_tokens": 32, "json_schema": json.dumps({**schema, "required": ["a"]})}
+    lines = '{\n  "a": [\n    1,\n    1,\n    1\n  ]\n}\n'
+    text = server.generate(text=lines * 3, sampling_params=params)["text"]
+    assert str(text).startswith('{"a": [1, 1, 1')
 
 
 def test_concurrent_requests_give_the_texts_of_single_ones(server: Server) -> None:

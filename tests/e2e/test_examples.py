@@ -4,21 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from launched_server import FIXTURES, Server, environment, launched
+from launched_server import FIXTURES, Server, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = FIXTURES / "tiny-llama-modelopt-nvfp4"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--constrained-json-max-whitespace-cnt", "1")
-    with launched(MODEL, tmp_path_factory.mktemp("server"), *flags) as running:
-        yield running
 
 
 def run(name: str, *arguments: str) -> str:
@@ -43,17 +34,17 @@ def test_offline_engine() -> None:
     assert output.count("(16 tokens)") + output.count(" tokens)") >= 2 and "'Water boils at' -> " in output
 
 
-def test_openai_client(server: Server) -> None:
-    assert run("openai_client.py", server.url + "/v1").strip()
+def test_openai_client(tiny_server: Server) -> None:
+    assert run("openai_client.py", tiny_server.url + "/v1").strip()
 
 
-def test_tool_calls(server: Server) -> None:
-    arguments, call = run("tool_calls.py", server.url + "/v1").split("add(")
+def test_tool_calls(tiny_server: Server) -> None:
+    arguments, call = run("tool_calls.py", tiny_server.url + "/v1").split("add(")
     a, b = json.loads(arguments).values()
     assert call.startswith(f"{a}, {b}) = {a + b}\n")
 
 
-def test_structured_outputs(server: Server) -> None:
-    city, month = run("structured_outputs.py", server.url).splitlines()
+def test_structured_outputs(tiny_server: Server) -> None:
+    city, month = run("structured_outputs.py", tiny_server.url).splitlines()
     assert re.fullmatch(r"City\(name=.{2,}, continent='[A-Z][a-z]+', inhabitants=\d{1,8}\)", city)
     assert re.fullmatch(r"(19|20)\d\d-(0[1-9]|1[0-2])", month)

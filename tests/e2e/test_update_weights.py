@@ -107,8 +107,8 @@ def test_while_requests_run(server: Server, second: Path, fresh: list[Any]) -> N
         return future
 
     with ThreadPoolExecutor(1) as threads:
-        alone = start(200).result()
-        running = start(200)
+        alone = start(1200).result()
+        running = start(1200)
         assert update(server, NVFP4).status_code == 200
         assert running.result()["output_ids"] == alone["output_ids"]
         assert_of_the_fixture(outputs(server))

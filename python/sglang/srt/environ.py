@@ -96,6 +96,13 @@ class Envs:
         "Seconds that a request may take from then on; then it is answered with HTTP 503. 0 or less: no limit.",
     )
 
+    SGLANG_WRITE_TIMEOUT: EnvField[float | None] = EnvField(
+        _seconds,
+        lambda: 300.0,
+        "`300`",
+        "Seconds for which a client may accept nothing of its answer; then it is disconnected, which ends its request. "
+        "0 or less: no limit.",
+    )
     SGLANG_GRAMMAR_TIMEOUT: EnvField[float] = EnvField(
         _time_limit,
         lambda: 10.0,

@@ -28,7 +28,9 @@ from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.server_args import ServerArgs
 
 TOKENIZER = AutoTokenizer.from_pretrained(FIXTURE)
-TOKENIZER.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]}, replace_extra_special_tokens=False)
+TOKENIZER.add_special_tokens(
+    {"additional_special_tokens": ["[TOOL_CALLS]", "[THINK]", "[/THINK]"]}, replace_extra_special_tokens=False
+)
 MANAGER: Any = SimpleNamespace(decoder=TokenDecoder(TOKENIZER))
 CONFIG = ModelConfig.from_server_args(ServerArgs(model_path=str(FIXTURE), device="cpu"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -175,6 +177,14 @@ def test_grammar_comes_behind_thoughts() -> None:
     required = {"tools": [LOOSE], "tool_choice": "required"}
     calls = '[{"name": "f", "parameters": {"a": 1}}]'
     assert accepted(chat(required, **always)[0], calls, f"hm</think>{calls}") == [False, True]
+
+
+def test_thoughts_between_special_tokens_stay_in_the_text() -> None:
+    mistral = {"reasoning_parser": "mistral"}
+    (request,) = chat({"regex": "a+"}, **mistral)
+    assert not request.sampling_params.skip_special_tokens
+    assert accepted(request, "aa", "[THINK]hm[/THINK]\naa", "[THINK]hm") == [True, True, False]
+    assert chat({}, reasoning_parser="qwen3")[0].sampling_params.skip_special_tokens
 
 
 def test_reasoning_effort_is_what_the_template_reads() -> None:

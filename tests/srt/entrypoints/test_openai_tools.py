@@ -13,9 +13,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
+from transformers import AutoTokenizer
 
-from http_server_thread import serve
+from http_server_thread import FIXTURE, serve
 
+TOKENIZER = AutoTokenizer.from_pretrained(FIXTURE)
 TEMPLATE = (
     "{{ messages[-1]['content'] }}{{ eos_token }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     '{% if tools %}{{ tools | tojson }}<tool_call>{"name", "arguments"}{% endif %}'
@@ -180,6 +182,39 @@ def test_reasoning(client: OpenAI) -> None:
     body = {"separate_reasoning": False}
     message = client.chat.completions.create(**ask(THOUGHTS, extra_body=body)).choices[0].message
     assert message.content == "<think>\nI could call.\n</think>\n\nI call." and len(message.tool_calls or []) == 1
+
+
+def test_tokens_of_thoughts_are_in_the_usage(client: OpenAI) -> None:
+    thoughts, open_ones = (
+        len(TOKENIZER(text, add_special_tokens=False).input_ids)
+        for text in (THOUGHTS.partition("\n\n")[0], "<think>so")
+    )
+    for text, separate, expected in (
+        (THOUGHTS, True, thoughts), (THOUGHTS, False, thoughts), ("<think>so", True, open_ones + 1), (TWO, True, 0)
+    ):  # fmt: skip
+        options = ask(text, extra_body={"separate_reasoning": separate}, n=2)
+        usage = client.chat.completions.create(**options).usage
+        chunks = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == usage.reasoning_tokens == 2 * expected  # type: ignore[attr-defined]
+        assert [chunk.usage for chunk in chunks][-1] == usage
+    closed = client.chat.completions.create(
+        **ask(THOUGHTS, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    )
+    assert closed.usage is not None and closed.usage.reasoning_tokens == 0  # type: ignore[attr-defined]
+
+
+def test_tokens_of_thoughts_so_far(client: OpenAI) -> None:
+    options: Any = ask(THOUGHTS, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = []
+    for chunk in client.chat.completions.create(**options):
+        assert chunk.usage is not None
+        counts.append((chunk.usage.reasoning_tokens, chunk.usage.completion_tokens))  # type: ignore[attr-defined]
+    thoughts = counts[-1][0]
+    assert counts == sorted(counts)
+    assert 0 < thoughts < counts[-1][1]
+    # Half an opening mark may be text.
+    assert len(counts) > 5 and all(so_far in (0, min(thoughts, tokens)) for so_far, tokens in counts)
 
 
 def test_logprobs_of_a_stream_with_calls_are_complete(client: OpenAI) -> None:

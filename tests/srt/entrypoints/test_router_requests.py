@@ -52,6 +52,15 @@ def test_it_is_answered(http: httpx.Client, path: str, body: dict[str, Any]) -> 
     assert response.status_code == 200, response.text
 
 
+def test_a_model_is_the_one_that_is_served(http: httpx.Client) -> None:
+    """As a router with several models sends it; SGLang does not look at it."""
+    name = http.get("/v1/models").json()["data"][0]["id"]
+    for model, status in ((name, 200), ("default", 200), ("another", 404), ("", 404), (3, 400)):
+        response = http.post("/generate", json={**GENERATE, "text": "hi", "model": model})
+        assert response.status_code == status
+        assert status == 200 or response.json()["error"]["param"] == "model"
+
+
 @pytest.mark.parametrize(("field", "value"), [("log_metrics", False), ("no_logs", True), ("return_bytes", True)])
 def test_asking_for_it_is_refused(http: httpx.Client, field: str, value: bool) -> None:
     response = http.post("/generate", json={**GENERATE, "text": "hi", field: value})

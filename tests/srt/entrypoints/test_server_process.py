@@ -1,7 +1,6 @@
 """The life of a server process: faults at the start, drain, death of the scheduler."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import pytest
 import trustme
 
 from fake_scheduler import MAX_REQ_INPUT_LEN, Fault, run_fake_scheduler
+from forked import CONTEXT
 from http_server_thread import FIXTURE
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import prepare_server_args
@@ -30,10 +30,6 @@ TESTS = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 50, "temperature": 0}}
 SHORT: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
 READY = "The server is fired up and ready to roll!"
-
-# Every server is forked from one process that has the slow imports behind it.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sglang.srt.entrypoints.http_server", "transformers"])
 
 
 def run_server(log_file: Path, temporary: Path, arguments: list[str]) -> None:

@@ -128,7 +128,7 @@ def test_fields(client: httpx.Client) -> None:
         "is_async": False,
         "torch_empty_cache": True,
         "keep_pause": False,
-        "recapture_cuda_graph": False,
+        "recapture_cuda_graph": True,
         "token_step": 0,
         "flush_cache": True,
         "manifest": None,
@@ -137,7 +137,7 @@ def test_fields(client: httpx.Client) -> None:
     for field, value in (
         ("is_async", True),
         ("keep_pause", True),
-        ("recapture_cuda_graph", True),
+        ("recapture_cuda_graph", "no"),
         ("token_step", 3),
         ("flush_cache", False),
         ("manifest", {}),

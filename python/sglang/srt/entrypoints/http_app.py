@@ -222,6 +222,8 @@ class HttpServer:
     async def generate(self, request: Request) -> Response:
         manager = self._manager()
         batch = parse_generate_request(await read_json(request), MAX_PARALLEL_SAMPLES)
+        if batch.model is not None:
+            check_model(batch.model, self._served_names)
         if batch.stream:
             return await stream_response(request, _events(manager.generate(batch)))
         return JsonResponse(await unless_disconnected(request, last(manager.generate(batch))))

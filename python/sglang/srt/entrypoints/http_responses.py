@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.auth import AuthenticationError
+from sglang.srt.entrypoints.json_size import MAX_TEXTS, MAX_VALUES, JsonSize
 from sglang.srt.errors import RequestError
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import close
@@ -49,7 +50,7 @@ class ModelNotFoundError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
-    """A request's body is longer than MAX_BODY_BYTES (HTTP 413)."""
+    """A request's body is longer than MAX_BODY_BYTES, or has too many values (HTTP 413)."""
 
 
 class NotSupportedError(Exception):
@@ -101,21 +102,29 @@ async def read_json(request: Request) -> dict[str, Any]:
     """The JSON object that is the request's body.
 
     Raises:
-        RequestError: it is none, or it is too long.
+        RequestError: it is none, or it is too large.
         ClientDisconnect: the client hung up before it had sent everything.
     """
-    body, length = bytearray(), 0
+    body, length, size = bytearray(), 0, JsonSize()
     async for chunk in request.stream():
         length += len(chunk)
-        if length <= MAX_BODY_BYTES:
+        if length <= MAX_BODY_BYTES and not size.too_large:
             body += chunk
+            size.feed(chunk)
         elif length > _READ_TIMES * MAX_BODY_BYTES:
             break
     if length > MAX_BODY_BYTES:
         raise BodyTooLargeError(
             f"The request body is longer than {MAX_BODY_BYTES >> 20} MiB; send the prompts in several requests."
         )
-    return decode_json_object(bytes(body))
+    if size.too_large:
+        raise BodyTooLargeError(
+            f"The request body has more than {MAX_VALUES} values, or more than {MAX_TEXTS} strings, lists and objects; "
+            "send the prompts in several requests."
+        )
+    decoded = decode_json_object(bytes(body))
+    await asyncio.sleep(0)  # others have their turn before it is looked through
+    return decoded
 
 
 def sse(data: Any) -> bytes:

@@ -43,7 +43,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(
         "cache_salt",
         "require_reasoning",
         "background",
-        "model",
         "no_logs",
         "return_bytes",
     ),
@@ -64,6 +63,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateBatch:
-    """The sequences of one call. ``is_single``: the answer is one object, not a list."""
+    """The sequences of one call.
+
+    Attributes:
+        is_single: the answer is one object, not a list.
+        model: the model that is asked for, if any is.
+    """
 
     requests: list[GenerateRequest]
     is_single: bool = True
     stream: bool = False
+    model: str | None = None
 
 
 def new_rid() -> str:
@@ -147,7 +153,7 @@ def parse_generate_request(body: Mapping[str, Any], max_prompts: int | None = No
                     return_text_in_logprobs=fields.return_text_in_logprobs,
                 )
             )
-    return GenerateBatch(requests=requests, is_single=is_single, stream=fields.stream)
+    return GenerateBatch(requests=requests, is_single=is_single, stream=fields.stream, model=fields.model)
 
 
 def _prompts(fields: GenerateReqInput) -> tuple[list[str | list[int]], bool]:

@@ -206,8 +206,9 @@ class RequestGroup:
         self._error = error
         self._wake.set()
 
-    async def news(self) -> list[ReqState]:
-        """The sequences that changed since the last call; empty when all have finished and were handed out.
+    async def next(self) -> ReqState | None:
+        """A sequence that changed since it was last handed out, as it is now; None when all have finished and were.
+        What is done with it before anything else is awaited sees one state of it.
 
         Raises:
             Exception: what :meth:`fail` was given.
@@ -216,11 +217,10 @@ class RequestGroup:
             if self._error is not None:
                 raise self._error
             if not self._running:
-                return []
+                return None
             self._wake.clear()
             await self._wake.wait()
-        news, self._news = list(self._news.values()), {}
-        return news
+        return self._news.pop(next(iter(self._news)))
 
     async def wait(self) -> list[ReqState]:
         """All sequences, finished.
@@ -228,7 +228,6 @@ class RequestGroup:
         Raises:
             RequestError, ServiceError: one of them failed; the others may still run.
         """
-        while news := await self.news():
-            for state in news:
-                state.raise_if_failed()
+        while (state := await self.next()) is not None:
+            state.raise_if_failed()
         return self.states

@@ -122,11 +122,11 @@ class TokenizerManager:
         for state, message, grammar in zip(states, messages, grammars, strict=True):
             self._states[state.rid] = state, group
             self._rids[state.request.rid] = state
+            for observer in self._observers_of(group):
+                observer.received(state, stream)
             if grammar is not None:
                 self._send_grammar(grammar, message)
             self._channel.send(message)
-            for observer in self._observers_of(group):
-                observer.received(state, stream)
         self._idle.clear()
         return group
 
@@ -143,13 +143,12 @@ class TokenizerManager:
                 outputs = [state.to_dict() for state in await group.wait()]
                 yield outputs[0] if batch.is_single else outputs
                 return
-            while news := await group.news():
-                for state in news:
-                    state.raise_if_failed()
-                    output = state.to_dict()
-                    if not batch.is_single:
-                        output["index"] = state.index
-                    yield output
+            while (state := await group.next()) is not None:
+                state.raise_if_failed()
+                output = state.to_dict()
+                if not batch.is_single:
+                    output["index"] = state.index
+                yield output
         finally:
             self.release(group)
 

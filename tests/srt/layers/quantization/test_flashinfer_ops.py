@@ -38,14 +38,15 @@ def test_opcheck(rows: int, emulator: Emulator, machine: Callable[[Target], None
     torch.library.opcheck(torch.ops.sglang.flashinfer_mm_bf16_fp4.default, arguments16)
 
 
-# Backend torch is a hundred small operators to a compiler: once is enough of what takes it many seconds.
+# aot_eager captures as eager does, and then takes the graph apart. Backend torch is a hundred small operators to it:
+# once is enough of what takes it many seconds.
 COMPILED = [
     (compiler, name, activation)
     for compiler in ("eager", "aot_eager")
     for name in (*NAMES, "torch")
     for activation in Activation
     if activation is not Activation.NONE or name in ("cudnn", "cutedsl", "torch")
-    if (compiler, name) != ("aot_eager", "torch") or activation is Activation.STATIC
+    if (compiler == "eager") == (name == "torch") or (name in ("cutlass", "torch") and activation is Activation.STATIC)
 ]
 
 

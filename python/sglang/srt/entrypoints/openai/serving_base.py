@@ -72,6 +72,25 @@ class Answer(ABC, Generic[R]):
     def chunk_choices(self, state: ReqState, delta: Delta) -> Iterable[dict[str, Any]]:
         """What a sequence gained, as the choices of chunks; none if there is nothing to tell."""
 
+    def reasoning_tokens(self, state: ReqState) -> int:
+        """How many of a sequence's tokens so far are thoughts."""
+        return 0
+
+    def _usage(self, states: Sequence[ReqState], samples: int) -> dict[str, Any]:
+        """Token counts of a response whose prompts were sampled ``samples`` times each; a prompt counts once."""
+        prompts = states[::samples]
+        prompt_tokens = sum(state.prompt_tokens for state in prompts)
+        completion_tokens = sum(len(state.output_ids) for state in states)
+        reasoning_tokens = sum(map(self.reasoning_tokens, states))
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(state.cached_tokens for state in prompts)},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "reasoning_tokens": reasoning_tokens,  # SGLang's place
+        }
+
     async def _submit(self, *, stream: bool) -> RequestGroup:
         # A template takes its time for many messages, and others have their turn meanwhile.
         long = len(getattr(self.request, "messages", ())) > _MESSAGES_IN_THREAD
@@ -89,7 +108,7 @@ class Answer(ABC, Generic[R]):
             "object": self.object_name,
             **self._head,
             "choices": [self.choice(state) for state in states],
-            "usage": usage(states, self.request.n),
+            "usage": self._usage(states, self.request.n),
         }
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -98,33 +117,21 @@ class Answer(ABC, Generic[R]):
         head = {"object": self.chunk_name, **self._head}
         group = await self._submit(stream=True)
         try:
-            while news := await group.news():
-                for state in news:
-                    state.raise_if_failed()
-                    for choice in self.chunk_choices(state, state.take()):
-                        chunk: dict[str, Any] = {**head, "choices": [choice]}
-                        if request.continuous_usage:
-                            chunk["usage"] = usage([state], 1)
-                        elif request.include_usage:
-                            chunk["usage"] = None
-                        yield sse(chunk)
+            while (state := await group.next()) is not None:
+                state.raise_if_failed()
+                # All of them now: while one is being sent the sequence goes on.
+                choices = list(self.chunk_choices(state, state.take()))
+                so_far: dict[str, Any] = {}
+                if request.continuous_usage:
+                    so_far = {"usage": self._usage([state], 1)}
+                elif request.include_usage:
+                    so_far = {"usage": None}
+                for choice in choices:
+                    yield sse({**head, "choices": [choice], **so_far})
             if request.include_usage:
-                yield sse({**head, "choices": [], "usage": usage(group.states, request.n)})
+                yield sse({**head, "choices": [], "usage": self._usage(group.states, request.n)})
         finally:
             self.manager.release(group)
-
-
-def usage(states: Sequence[ReqState], samples: int) -> dict[str, Any]:
-    """Token counts of a response whose prompts were sampled ``samples`` times each; a prompt counts once."""
-    prompts = states[::samples]
-    prompt_tokens = sum(state.prompt_tokens for state in prompts)
-    completion_tokens = sum(len(state.output_ids) for state in states)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(state.cached_tokens for state in prompts)},
-    }
 
 
 def finish(state: ReqState) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sglang.srt.function_call.json_array_detector import JsonArrayDetector
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import Delta, ReqState
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser
+from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser, ReasoningTokenCounter
 
 # Names by which templates know whether the model shall think.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -42,6 +42,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         self._detector = _detector(self._tools, settings)
         self._thoughts: Literal["open", "closed", "unknown"] = "unknown"
         self._outputs: dict[int, ChatOutput] = {}
+        self._counters: dict[int, ReasoningTokenCounter] = {}
 
     @property
     def _reasoning(self) -> ReasoningFormat | None:
@@ -113,8 +114,8 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             grammar = with_strict_calls(grammar, tags, parallel=request.parallel_tool_calls)
         if not grammar or reasoning is None:
             return grammar
-        opened = self._thoughts == "open"
-        return after_thoughts(grammar, reasoning, opened=opened, certain=opened or reasoning.always)
+        opened, certain = self._thoughts == "open", self._begins_thinking(reasoning)
+        return after_thoughts(grammar, reasoning, opened=opened, certain=certain)
 
     def _marks_are_special(self) -> bool:
         """Whether leaving special tokens out of the text would hide what is looked for in it."""
@@ -124,14 +125,25 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         decoder = self.manager.decoder
         return bool(marks) and any(decoder.text(i) in marks for i in decoder.special_ids)
 
+    def reasoning_tokens(self, state: ReqState) -> int:
+        form = self._reasoning
+        if form is None:
+            return 0
+        if (counter := self._counters.get(state.index)) is None:
+            pieces, force = self.manager.decoder.pieces, self._begins_thinking(form)
+            counter = self._counters[state.index] = ReasoningTokenCounter(form, pieces, force_reasoning=force)
+        return counter.count(state.output_ids)
+
+    def _begins_thinking(self, form: ReasoningFormat) -> bool:
+        return self._thoughts == "open" or form.always
+
     def _output(self, index: int) -> ChatOutput:
         if (output := self._outputs.get(index)) is None:
             request, tools = self.request, self._tools
             reasoning = detector = None
-            if self._reasoning is not None and request.separate_reasoning:
-                force = self._thoughts == "open" or self._reasoning.always
+            if (form := self._reasoning) is not None and request.separate_reasoning:
                 reasoning = ReasoningParser(
-                    self._reasoning, force_reasoning=force, stream_reasoning=request.stream_reasoning
+                    form, force_reasoning=self._begins_thinking(form), stream_reasoning=request.stream_reasoning
                 )
             if self._detector is not None:
                 detector = self._detector(tools.functions, parallel=request.parallel_tool_calls)
