@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from step_harness import Stepper, make_runner
 
 from sglang.srt.errors import CheckpointError
+from step_harness import Stepper, make_runner
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXPECTED = load_file(FIXTURES / "expected.safetensors")

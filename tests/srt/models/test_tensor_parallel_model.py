@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from step_harness import Stepper, make_model, make_runner, random_tokens
 from transformers import AutoConfig
 
 from sglang.srt.distributed import TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.vocab_parallel_embedding import VocabShard
+from step_harness import Stepper, make_model, make_runner, random_tokens
 from thread_ranks import on_every_rank, thread_groups
 
 

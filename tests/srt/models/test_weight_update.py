@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from step_harness import Stepper, make_runner, random_tokens
 from torch import nn
 
 from second_checkpoint import BROKEN, FIXTURES, NVFP4, copy_with, make_second_checkpoint
 from sglang.srt.errors import CheckpointError
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
+from step_harness import Stepper, make_runner, random_tokens
 
 TOKENS = random_tokens(40, 320)
 DONE = (True, "Succeeded to update model weights.")
