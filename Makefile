@@ -47,7 +47,7 @@ asan: $(STAMP)
 		-k "$$($(BIN)/python -c 'from sglang.kernels.cpu_extension import isas; print(isas()[0].name, "or portable")')"
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -18,8 +18,15 @@ import huggingface_hub.constants
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The process from which they are forked imports these, once for a test run, and does nothing else.
-CONTEXT.set_forkserver_preload(["sglang.srt.entrypoints.http_server", "transformers.models.auto", "forked"])
-
+_IMPORTED = (
+    "sglang.srt.entrypoints.http_server",
+    # What transformers imports when the first config and the first tokenizer are read.
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.configuration_llama",
+    "forked",
+)
+CONTEXT.set_forkserver_preload([*_IMPORTED])
 _TRUE = huggingface_hub.constants.ENV_VARS_TRUE_VALUES
 
 

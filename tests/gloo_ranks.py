@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,12 +11,9 @@ from typing import Any
 
 import torch
 
+from forked import CONTEXT
 from sglang.srt.distributed import TensorParallelGroup, close_tensor_parallel, init_tensor_parallel
 from sglang.srt.utils.net import Rendezvous
-
-# Every process is forked from one that has the slow imports behind it.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sglang.srt.entrypoints.http_server", "transformers"])
 
 
 def _serve(connection: Connection) -> None:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -33,3 +35,9 @@ def test_a_report_that_comes_in_pieces() -> None:
     assert reader.recv_bytes() == text
     thread.join()
     loop.close()
+
+
+def test_a_scheduler_process_begins_without_torch() -> None:
+    """What it reads first; that a scheduler needs more is the scheduler's affair, and tests have one that does not."""
+    code = "import sys, sglang.srt.entrypoints.scheduler_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

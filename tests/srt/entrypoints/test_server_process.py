@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -50,8 +51,7 @@ class Server:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.port = free_port()
         self.log_file = folder / "log"
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="server-"))  # sockets have short paths
         command = ["--model-path", str(FIXTURE), "--device", "cpu", "--port", str(self.port), *arguments]
         self.process = CONTEXT.Process(target=run_server, args=(self.log_file, self.temporary, command))
         self.process.start()
@@ -98,6 +98,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
         server.process.kill()
         server.process.join()
         server.http.close()
+        shutil.rmtree(server.temporary)
 
 
 def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:

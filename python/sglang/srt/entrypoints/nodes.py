@@ -17,15 +17,17 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sglang import __version__
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import StartupError
 from sglang.srt.server_args import ServerArgs, field_specs
 from sglang.srt.utils.net import Rendezvous, interface_of, listen_on, split_address
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
