@@ -153,7 +153,7 @@ def test_all_ranks_or_none(second: Path, monkeypatch: pytest.MonkeyPatch, caplog
     class Other:
         """The rank beside this one has failed."""
 
-        rank, size = 0, 1
+        rank, size, local_size = 0, 1, 1
 
         def minimum(self, value: int) -> int:
             answers.append(value)
