@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -202,3 +204,12 @@ def test_arena() -> None:
     del first, second, third
     gc.collect()
     assert arena.empty([1 << 20], torch.uint8).data_ptr() and arena.nbytes == nbytes  # neighbours have become one
+
+
+def test_torchs_compiler_is_not_imported() -> None:
+    """It would be, in the first decode step of a server, by a mode that torch's compiler has to be told of."""
+    code = (
+        "import sys, torch; from sglang.srt.model_executor.cpu_graph import CpuGraphCapture; "
+        "CpuGraphCapture()(lambda: torch.empty(4)); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -93,6 +93,12 @@ class _OnlyOurKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch would import its compiler here, in the first decode step: seconds, memory and a folder. Nothing is
+        compiled."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
