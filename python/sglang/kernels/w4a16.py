@@ -45,7 +45,7 @@ Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
 @cache
 def source(name: str, columns: int = 0) -> str:
     """Of "small", "dequantize" or "wgmma"; the last one's operand list depends on ``columns``."""
-    common = (_FOLDER / "w4a16_common.cuh").read_text()
+    common = "".join((_FOLDER / file).read_text() for file in ("pdl.cuh", "w4a16_common.cuh"))
     return common + (_wgmma_instruction(columns) if columns else "") + (_FOLDER / f"w4a16_{name}.cu").read_text()
 
 

@@ -1,7 +1,4 @@
-// What the kernels of w4a16_small.cu and w4a16_wgmma.cu share; put in front of either by w4a16.py.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+// What the kernels of w4a16_small.cu and w4a16_wgmma.cu share; put in front of either by w4a16.py, behind pdl.cuh.
 
 #ifndef BULK // bulk and tensor copies that complete on mbarriers, programmatic dependent launch
 #define BULK (__CUDA_ARCH__ >= 900)
@@ -92,8 +89,6 @@ __device__ __forceinline__ float from_input(u16 v) {
 }
 
 #if BULK
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ void bulk_copy(u32 to, const void *from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)

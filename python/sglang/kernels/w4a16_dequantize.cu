@@ -9,7 +9,7 @@ struct DequantizeParams {
 
 extern "C" __global__ void __launch_bounds__(256) w4a16_dequantize(const __grid_constant__ DequantizeParams p) {
 #if BULK
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  begin_next_kernel();
   wait_for_previous_kernel(); // which may still read `out`
 #endif
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, steps = p.k / 64;

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  begin_next_kernel();
 
   if (warp == WN * WK) { // the producer; the weights, which no kernel writes, need not wait for the previous one
     if (lane == 0) {

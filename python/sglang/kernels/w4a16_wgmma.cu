@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(con
   }
   __syncthreads();
   if (p.share > 1) cluster_sync();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  begin_next_kernel();
 
   if (warp >= 4 * WG) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPY_REGISTERS));
