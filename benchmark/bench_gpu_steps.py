@@ -55,7 +55,6 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import MemoryPools, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_main import make_model_runner
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.loader import weight_bytes
@@ -76,15 +75,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, steps: int) -> None:
         self.runner, self.steps = runner, steps
-        allocator = TokenToKVPoolAllocator(runner.max_total_num_tokens, runner.page_size, runner.device)
-        self.pools = MemoryPools(
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=runner.token_to_kv_pool,
-            allocator=allocator,
-            tree_cache=ChunkCache(runner.req_to_token_pool, allocator),
-            attn_backend=runner.attn_backend,
-            vocab_size=runner.model_config.vocab_size,
-        )
+        self.pools = MemoryPools.of(runner, ChunkCache, runner.model_config.vocab_size)
 
     def batch(self, batch_size: int, context: int, computed: int) -> ScheduleBatch:
         """Requests of ``context`` tokens, of which the first step computes the last ``computed``; the keys and values

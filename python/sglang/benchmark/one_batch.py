@@ -94,19 +94,10 @@ class OneBatch:
     def __init__(self, server_args: ServerArgs, rendezvous: Rendezvous | None = None, rank: int = 0) -> None:
         from sglang.srt.managers.schedule_batch import MemoryPools
         from sglang.srt.managers.scheduler_main import make_model_runner
-        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
         self.runner = runner = make_model_runner(server_args, rendezvous or Rendezvous(), rank, quiet=rank > 0)
-        allocator = TokenToKVPoolAllocator(runner.max_total_num_tokens, runner.page_size, runner.device)
-        self._pools = MemoryPools(
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=runner.token_to_kv_pool,
-            allocator=allocator,
-            tree_cache=ChunkCache(runner.req_to_token_pool, allocator),
-            attn_backend=runner.attn_backend,
-            vocab_size=runner.model_config.vocab_size,
-        )
+        self._pools = MemoryPools.of(runner, ChunkCache, runner.model_config.vocab_size)
 
     def why_not(self, prompts: Sequence[Sequence[int]], output_len: int) -> str:
         """What keeps this batch from running; empty if it can."""

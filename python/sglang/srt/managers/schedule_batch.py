@@ -26,7 +26,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,19 @@ class MemoryPools:
     tree_cache: BasePrefixCache
     attn_backend: AttentionBackend
     vocab_size: int
+
+    @classmethod
+    def of(cls, runner: ModelRunner, cache: type[RadixCache] | type[ChunkCache], vocab_size: int) -> MemoryPools:
+        """A runner's pools with all slots free, and an empty prefix cache of that class."""
+        allocator = TokenToKVPoolAllocator(runner.max_total_num_tokens, runner.page_size, runner.device)
+        return cls(
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            allocator=allocator,
+            tree_cache=cache(runner.req_to_token_pool, allocator),
+            attn_backend=runner.attn_backend,
+            vocab_size=vocab_size,
+        )
 
     @property
     def device(self) -> torch.device:

@@ -48,7 +48,6 @@ from sglang.srt.managers.schedule_policy import (
     ratio_after_retraction,
 )
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics, model_state
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_batch_info import why_no_token
@@ -78,19 +77,9 @@ class Scheduler:
         self.model_runner = model_runner
         self.channel = channel
         self.chunked_prefill_size = server_args.chunked_prefill_size if server_args.chunked_prefill_size > 0 else None
-        allocator = TokenToKVPoolAllocator(
-            model_runner.max_total_num_tokens, model_runner.page_size, model_runner.device
-        )
-        cache_class = ChunkCache if server_args.disable_radix_cache else RadixCache
-        self.tree_cache = cache_class(model_runner.req_to_token_pool, allocator)
-        self.pools = MemoryPools(
-            req_to_token_pool=model_runner.req_to_token_pool,
-            token_to_kv_pool=model_runner.token_to_kv_pool,
-            allocator=allocator,
-            tree_cache=self.tree_cache,
-            attn_backend=model_runner.attn_backend,
-            vocab_size=model_config.vocab_size,
-        )
+        cache = ChunkCache if server_args.disable_radix_cache else RadixCache
+        self.pools = MemoryPools.of(model_runner, cache, model_config.vocab_size)
+        self.tree_cache, allocator = self.pools.tree_cache, self.pools.allocator
         self.max_total_num_tokens = allocator.size
         self.max_running_requests = min(model_runner.max_running_requests, model_runner.req_to_token_pool.size)
         self.max_req_input_len = min(model_config.context_len, allocator.size) - 1
