@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,7 @@ class Peer:
             self._socket.close()
 
 
-class Nodes:
+class Nodes(ABC):
     """What one node knows of the others. Made in a running event loop.
 
     Attributes:
@@ -166,13 +167,13 @@ class Nodes:
         assert args.dist_init_addr is not None
         self._host, self._port = split_address(args.dist_init_addr)
 
+    @abstractmethod
     async def meet(self) -> Rendezvous:
         """Wait for the others, ``--dist-timeout`` seconds at most; where this node's ranks meet theirs.
 
         Raises:
             StartupError: some did not come, can't be reached, or were started with other arguments.
         """
-        raise NotImplementedError
 
     def tell_end(self, error: str = "", traceback: str = "") -> None:
         """Have the other nodes end, because this one failed or, without ``error``, because that was asked for."""

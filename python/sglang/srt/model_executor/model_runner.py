@@ -110,7 +110,7 @@ class ModelRunner:
             time.perf_counter() - started, model_config.architecture, self.dtype, available / GB,
             max(before - available, 0) / GB,
         )  # fmt: skip
-        running = server_args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
+        running = self._wanted_running_requests
         self.decode_graphs: DecodeGraphRunner | None = None
         self.why_no_graphs = why_no_graphs(server_args, self.attn_backend)
         if self.why_no_graphs is None:
@@ -146,7 +146,11 @@ class ModelRunner:
         """The largest number of tokens in one step, as far as the flags say."""
         args = self.server_args
         chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else MAX_ROWS
-        return max(chunk, args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type])
+        return max(chunk, self._wanted_running_requests)
+
+    @property
+    def _wanted_running_requests(self) -> int:
+        return self.server_args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
 
     def _wanted_kv_cache_dtype(self, quant_config: QuantizationConfig | None) -> torch.dtype:
         stored = quant_config.kv_cache_dtype if quant_config is not None else None
