@@ -70,7 +70,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         reason = "cpu: needs a C++ compiler; found none (c++, g++, clang++). To have cpu: apt-get install g++"
         assert "FP4 GEMM backend: torch (requested: auto)" in server.log
         assert server.log.count("apt-get install g++") == server.log.count(reason) == 1
-        assert server.log.count("C++ compiler") == server.log.count("cpu: needs a C++ compiler") == 2  # attention's line
+        assert server.log.count("C++ compiler") == server.log.count("cpu: needs a C++ compiler") == 2  # and attention
         server.generate(text="a", sampling_params={"max_new_tokens": 1})
     result = run_to_exit(NVFP4, "--fp4-gemm-backend", "cpu", **environment)
     check(result, 2, "--fp4-gemm-backend cpu can't run on cpu", "cpu: needs a C++ compiler; found none")
