@@ -1,8 +1,9 @@
 // y = round((x W^T) * column scale [* input scale]) + bias for NVFP4 weights, the same bits on every CPU, for any
 // number of rows and threads. Float32 sums run over the blocks of 16 columns in ascending order, sum = 0 at first:
 //   W4A4: sum = round(sum + product of the blocks), which is exact, being one of integers times scales.
-//   x kept: part = 0, part = round(part + x_k e2m1_k) for k = 0..15, sum = round(sum + part * scale); for bfloat16 x
-//     two parts, of the even k and of the odd ones, which are then added: that is how AMX adds.
+//   x kept: part = 0, part = round(part + x_k e2m1_k) for k = 0..15, sum = round(sum + part * scale).
+//   bfloat16 x kept: even = 0, even = round(even + x_k (e2m1_k scale)) for the even k of two blocks, odd likewise for the
+//     odd ones, sum = round(sum + round(even + odd)): that is how AMX adds.
 //
 // Weights: panels of 32 rows. codes [panels][K / 16][2][2][4][2][4][2]: byte (g, z, u, h, r, i) of a block holds
 // columns 8 z + 2 h + i (low nibble) and 8 z + 4 + 2 h + i of row 16 g + 4 u + r. scales [panels][K / 16][32]: e4m3
@@ -24,7 +25,6 @@ namespace {
 constexpr int MAX_ROWS = 6;  // of x, that one weight register meets
 constexpr int MAX_TILE = 32 * MAX_ROWS;
 constexpr int PREPARED = 64;  // blocks that one thread prepares at once
-constexpr int AHEAD = 2048;   // bytes of codes to fetch in advance, where a weight is read once
 constexpr int L = Simd::LANES;
 
 struct Scratch {
@@ -32,11 +32,6 @@ struct Scratch {
   alignas(64) float scales[32 * PANEL];
   alignas(64) float sums[MAX_TILE * PANEL];
 };
-
-void fetch_ahead(const uint8_t* codes, const uint8_t* scales, int b) {
-  UNROLL for (int line = 0; line < CODES; line += 64) __builtin_prefetch(codes + b * CODES + AHEAD + line);
-  __builtin_prefetch(scales + b * PANEL + AHEAD / 8);
-}
 
 // A mode says how a block of one row of x is an operand of BYTES (prepare; a panel of up to ROWS rows holds, for each
 // block, the parts of every row side by side), how CHUNK blocks of a weight panel are unpacked, and how an operand of R
@@ -112,10 +107,12 @@ struct Quantised {
   }
 };
 
-// float32 [16][R]. CHAINS: a block's columns k, k + CHAINS, ... are added up apart from the others.
-template <int CHAINS>
+// float32 [16][R]. FOLDED: weights are multiplied by their scale, and the columns of two blocks are added up together,
+// those with even numbers apart from the others.
+template <bool FOLDED>
 struct Kept {
   static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS, PACKED_ROWS = 2;
+  static constexpr int SPAN = FOLDED ? 2 : 1, CHAINS = FOLDED ? 2 : 1;
 
   template <class T>
   static void prepare(const Call&, const T* x, int64_t first, int64_t end, uint8_t* panel, int rows, int r) {
@@ -125,6 +122,13 @@ struct Kept {
 
   static Simd::Float scales(const uint8_t* p) { return Simd::mul(Simd::scales(p), Simd::constant(256.0f)); }
 
+  // Of LANES rows; k = 4 * zh .. 4 * zh + 3.
+  static inline __attribute__((always_inline)) void four(const uint8_t* codes, int zh, Simd::Float scale,
+                                                         Simd::Float w[4]) {
+    Simd::four(codes + zh / 2 * 64, zh % 2, w);
+    if (FOLDED) UNROLL for (int k = 0; k < 4; ++k) w[k] = Simd::mul(w[k], scale);
+  }
+
   // [block][group of KEPT_VECTORS][16][KEPT_VECTORS][LANES] float32
   static void unpack(const uint8_t* codes, const uint8_t* scales_, int count, Scratch& s) {
     constexpr int NV = Simd::KEPT_VECTORS;
@@ -132,12 +136,13 @@ struct Kept {
       for (int row = 0; row < PANEL; row += L) {
         const int group = row / (NV * L) * NV * L;
         float* out = reinterpret_cast<float*>(s.weights) + (b * PANEL + group) * BLOCK + row - group;
+        const Simd::Float scale = scales(scales_ + b * PANEL + row);
         UNROLL for (int zh = 0; zh < 4; ++zh) {
-          Simd::Float four[4];
-          Simd::four(codes_of(codes, b, row) + zh / 2 * 64, zh % 2, four);
-          UNROLL for (int k = 0; k < 4; ++k, out += NV * L) Simd::store(out, four[k]);
+          Simd::Float w[4];
+          four(codes_of(codes, b, row), zh, scale, w);
+          UNROLL for (int k = 0; k < 4; ++k, out += NV * L) Simd::store(out, w[k]);
         }
-        Simd::store(s.scales + b * PANEL + row, scales(scales_ + b * PANEL + row));
+        if (!FOLDED) Simd::store(s.scales + b * PANEL + row, scale);
       }
   }
 
@@ -145,44 +150,48 @@ struct Kept {
   static void multiply(const uint8_t* operand, const uint8_t* codes, const uint8_t* scales_, const Scratch& s,
                        int count, float* sums) {
     constexpr int NV = !PACKED ? Simd::KEPT_VECTORS : R <= 2 ? 32 / L : 1;
-    const float* w = reinterpret_cast<const float*>(s.weights);
-    for (int b = 0; b < count; ++b) {
-      const float* x = reinterpret_cast<const float*>(operand) + b * BLOCK * R;
-      if (PACKED) fetch_ahead(codes, scales_, b);
+    for (int first = 0; first < count; first += SPAN) {
+      const int end = std::min(first + SPAN, count);
       for (int row = 0; row < PANEL; row += NV * L) {
-        Simd::Float chains[CHAINS][R][NV];
+        Simd::Float chains[CHAINS][R][NV], scale[NV];
         UNROLL for (int c = 0; c < CHAINS; ++c)
           UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int v = 0; v < NV; ++v) chains[c][r][v] = Simd::constant(0.0f);
-        auto add = [&](int c, int k, int r, int v, Simd::Float weight) __attribute__((always_inline)) {
-          chains[c][r][v] = Simd::fma(Simd::broadcast(x + k * R + r), weight, chains[c][r][v]);
-        };
-        if (PACKED) {
-          UNROLL for (int zh = 0; zh < 4; ++zh)
-            UNROLL for (int v = 0; v < NV; ++v) {
-              Simd::Float four[4];
-              Simd::four(codes_of(codes, b, row + v * L) + zh / 2 * 64, zh % 2, four);
-              UNROLL for (int k = 0; k < 4; ++k)
-                UNROLL for (int r = 0; r < R; ++r) add(k % CHAINS, 4 * zh + k, r, v, four[k]);
-            }
-        } else {
-          UNROLL for (int c = 0; c < CHAINS; ++c)
-            _Pragma("GCC unroll 4") for (int k = c; k < BLOCK; k += CHAINS)
-              UNROLL for (int r = 0; r < R; ++r)
-                UNROLL for (int v = 0; v < NV; ++v) add(c, k, r, v, Simd::load(w + (k * NV + v) * L));
-          w += BLOCK * NV * L;
-        }
-        UNROLL for (int v = 0; v < NV; ++v) {
-          const int first = row + v * L;
-          const Simd::Float scale =
-              PACKED ? scales(scales_ + b * PANEL + first) : Simd::load(s.scales + b * PANEL + first);
-          UNROLL for (int r = 0; r < R; ++r) {
-            float* sum = sums + r * PANEL + first;
-            Simd::Float part = chains[0][r][v];
-            UNROLL for (int c = 1; c < CHAINS; ++c) part = Simd::add(part, chains[c][r][v]);
-            Simd::store(sum, Simd::fma(part, scale, Simd::load(sum)));
+        for (int b = first; b < end; ++b) {
+          const float* x = reinterpret_cast<const float*>(operand) + b * BLOCK * R;
+          auto add = [&](int k, int r, int v, Simd::Float weight) __attribute__((always_inline)) {
+            Simd::Float& chain = chains[k % CHAINS][r][v];
+            chain = Simd::fma(Simd::broadcast(x + k * R + r), weight, chain);
+          };
+          if (PACKED) {
+            if (row == 0) fetch_ahead(codes, scales_, b);
+            UNROLL for (int v = 0; v < NV; ++v) scale[v] = scales(scales_ + b * PANEL + row + v * L);
+            UNROLL for (int zh = 0; zh < 4; ++zh)
+              UNROLL for (int v = 0; v < NV; ++v) {
+                Simd::Float w[4];
+                four(codes_of(codes, b, row + v * L), zh, scale[v], w);
+                UNROLL for (int k = 0; k < 4; ++k)
+                  UNROLL for (int r = 0; r < R; ++r) add(4 * zh + k, r, v, w[k]);
+              }
+          } else {
+            const float* w = reinterpret_cast<const float*>(s.weights) + (b * PANEL + row) * BLOCK;
+            UNROLL for (int c = 0; c < CHAINS; ++c)
+              _Pragma("GCC unroll 4") for (int k = c; k < BLOCK; k += CHAINS)
+                UNROLL for (int r = 0; r < R; ++r)
+                  UNROLL for (int v = 0; v < NV; ++v) add(k, r, v, Simd::load(w + (k * NV + v) * L));
+            if (!FOLDED)
+              UNROLL for (int v = 0; v < NV; ++v) scale[v] = Simd::load(s.scales + b * PANEL + row + v * L);
           }
         }
+        UNROLL for (int v = 0; v < NV; ++v)
+          UNROLL for (int r = 0; r < R; ++r) {
+            float* sum = sums + r * PANEL + row + v * L;
+            const Simd::Float before = Simd::load(sum);
+            if constexpr (FOLDED)
+              Simd::store(sum, Simd::add(before, Simd::add(chains[0][r][v], chains[1][r][v])));
+            else
+              Simd::store(sum, Simd::fma(chains[0][r][v], scale[v], before));
+          }
       }
     }
   }
@@ -290,9 +299,9 @@ extern "C" int sglang_fp4_gemm(const void* x, int64_t x_stride, const uint8_t* c
                                int threads) {
   const Call c{x, x_stride, codes, scales, column_scale, input_scale, input_scale_inv, bias, out, m, n, blocks};
   if (m == 0 || n == 0) return 0;
-  const Kernels* kernels[3][2] = {{&KERNELS<Quantised, float>, &KERNELS<Kept<1>, float>},
-                                  {&KERNELS<Quantised, Bf16>, &KERNELS<Kept<2>, Bf16>},
-                                  {&KERNELS<Quantised, Fp16>, &KERNELS<Kept<1>, Fp16>}};
+  const Kernels* kernels[3][2] = {{&KERNELS<Quantised, float>, &KERNELS<Kept<false>, float>},
+                                  {&KERNELS<Quantised, Bf16>, &KERNELS<Kept<true>, Bf16>},
+                                  {&KERNELS<Quantised, Fp16>, &KERNELS<Kept<false>, Fp16>}};
   if (const int result = amx_gemm(c, dtype, threads); result >= 0) return result;
   return gemm(*kernels[dtype][input_scale == nullptr], c, threads);
 }

@@ -8,6 +8,7 @@
 
 static constexpr int PANEL = 32;                  // rows of a weight panel
 static constexpr int CODES = BLOCK * PANEL / 2;   // bytes of a block of a panel
+static constexpr int AHEAD = 2048;                // bytes of codes to fetch in advance
 static constexpr int64_t TILE_BYTES = 1 << 20;    // rows of x that stay in the L2 cache
 static constexpr int64_t THREAD_BYTES = 1 << 13;  // of x meeting a panel: work that pays for another thread
 
@@ -26,6 +27,12 @@ struct Call {
 
 static inline const uint8_t* codes_of(const uint8_t* codes, int b, int row) {
   return codes + b * CODES + row / 16 * 128 + row % 16 * 4;
+}
+
+// For the reading of a block's codes and scales, those AHEAD bytes behind it.
+static inline void fetch_ahead(const uint8_t* codes, const uint8_t* scales, int b) {
+  for (int line = 0; line < CODES; line += 64) __builtin_prefetch(codes + b * CODES + AHEAD + line);
+  __builtin_prefetch(scales + b * PANEL + AHEAD / 8);
 }
 
 template <class T>
@@ -54,5 +61,6 @@ static void write(const Call& c, int64_t m, int rows, int64_t n, const float* su
 }
 
 // The product on tiles of AMX, with the same bits. Returns 0, ENOMEM, or -1 where it can't be had: this build has none, x
-// is kept and not bfloat16, there are too few rows, or values of x are so small or large that AMX, which has no subnormal numbers, would differ.
+// is kept and not bfloat16, there are too few rows, or values of x are so small or large that AMX, which has no subnormal
+// numbers, would differ.
 int amx_gemm(const Call& c, int dtype, int threads);

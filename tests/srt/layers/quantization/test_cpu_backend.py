@@ -63,13 +63,21 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def kept_in_block_order(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The documented arithmetic of weight-only layers."""
     codes = dequantize_nvfp4(packed, torch.ones_like(scale.float()).to(E4M3), 1.0)
+    scale = scale.float()
     sums = torch.zeros(x.shape[0], packed.shape[0])
-    chains = 2 if x.dtype == torch.bfloat16 else 1
+    if x.dtype == torch.bfloat16:
+        weights = codes * scale.repeat_interleave(16, dim=1)
+        for start in range(0, x.shape[1], 32):
+            parts = [torch.zeros_like(sums), torch.zeros_like(sums)]
+            for k in range(start, min(start + 32, x.shape[1])):
+                parts[k % 2] = fused(x[:, k, None], weights[:, k], parts[k % 2])
+            sums += parts[0] + parts[1]
+        return sums
     for b in range(scale.shape[1]):
-        parts = [torch.zeros_like(sums) for _ in range(chains)]
-        for k in range(16):
-            parts[k % chains] = fused(x[:, 16 * b + k, None], codes[:, 16 * b + k], parts[k % chains])
-        sums = fused(sum(parts[1:], parts[0]), scale[:, b].float(), sums)
+        part = torch.zeros_like(sums)
+        for k in range(16 * b, 16 * b + 16):
+            part = fused(x[:, k, None], codes[:, k], part)
+        sums = fused(part, scale[:, b], sums)
     return sums
 
 
@@ -163,7 +171,7 @@ def test_a_row_does_not_depend_on_the_others(isa: None, activation: Activation, 
     if activation is Activation.STATIC:
         assert torch.equal(y, NvFp4Linear(weight, backends()["torch"]())(x))
     torch.set_num_threads(1)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 47, 48, 200):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 23, 24, 40, 200):
         assert torch.equal(linear(x[-rows:]), y[-rows:])
     assert linear(x[:0]).shape == (0, 70)
 

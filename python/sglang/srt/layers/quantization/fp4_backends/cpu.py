@@ -5,7 +5,8 @@ dot product is one here, and exact.
 
 Weight-only: inputs are float32 values, left as they are. In ascending order the 16 products of a block with e2m1 are
 added by fused multiply-adds, then blocks with theirs, times the block's scale; each rounds once, to float32. For a
-bfloat16 input the products of a block's even columns are added apart from those of its odd ones, then the two sums.
+bfloat16 input weights are multiplied by their scale, which is exact; the products of the even columns of two blocks are
+added apart from those of the odd ones, then the two sums, then pairs of blocks.
 
 Either way a row's bits depend on that row and the weight alone: not on other rows, threads or the instruction set.
 """
