@@ -11,54 +11,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_amx.h"
 #include "recorded.h"
-#include "vector.h"
 
 namespace {
 
-constexpr int TILE = 64;       // keys whose scores are computed before their values are read
-constexpr int64_t ROWS = 48;   // queries of an item, counting a token once for each head, unless one token has more
+constexpr int64_t ROWS = 48;    // queries of an item, counting a token once for each head, unless one token has more
+constexpr int64_t TILED_ROWS = 192;  // likewise, where tiles take them
 constexpr int64_t PIECE = 512; // keys of an item with one new token
 constexpr int64_t THREAD_PRODUCTS = 1 << 14;
-
-struct Call {
-  const void *q, *k, *v;  // [tokens][heads or kv_heads][dim], tokens a stride apart
-  int64_t q_stride, k_stride, v_stride;
-  const void *cos, *sin;  // [tokens][dim]; sin is negative in the first half. null: nothing is rotated
-  void *key_cache, *value_cache;  // [slots][kv_heads][dim]
-  const int64_t* slots;           // [tokens], where k and v go
-  const int32_t* table;           // the slot of position p of row r is table[r * table_stride + p]
-  int64_t table_stride;
-  const int64_t *rows, *lengths, *news;  // [requests]; a request's new tokens are its last
-  void* out;                             // [tokens][heads][dim]
-  int64_t requests, heads, kv_heads, dim, window;  // window 0: none
-  float scaling, k_scale, v_scale;
-};
-
-struct Item {
-  int64_t request, token, count;  // new tokens of the batch: token .. token + count - 1
-  int64_t position;               // of the first of them in its request
-  int64_t begin, end;             // keys
-  int64_t kv_head;
-  int64_t partial, pieces;  // where the result goes if there are several pieces
-};
-
-// Hands f(index, vector, count) a head as it is, or with each value of its first half rotated with that of its second.
-template <class T, class F>
-void rotated_head(const Call& c, const T* head, int64_t token, F f) {
-  if (!c.cos) {
-    pieces(c.dim, [&](int64_t i, int64_t n) { f(i, load_some(head + i, n), n); });
-    return;
-  }
-  const int64_t half = c.dim / 2;
-  const T *cos = static_cast<const T*>(c.cos) + token * c.dim, *sin = static_cast<const T*>(c.sin) + token * c.dim;
-  pieces(half, [&](int64_t i, int64_t n) {
-    const Vec a = load_some(head + i, n), b = load_some(head + half + i, n);
-    const Vec first = rounded<T>(a * load_some(cos + i, n)), second = rounded<T>(b * load_some(cos + half + i, n));
-    f(i, rounded<T>(fma(b, load_some(sin + i, n), first)), n);
-    f(half + i, rounded<T>(fma(a, load_some(sin + half + i, n), second)), n);
-  });
-}
 
 // Room for one item.
 struct Scratch {
@@ -244,14 +205,18 @@ void write_rows(const Call& c, const Item& item, const Scratch& s) {
 // A row of partial results: the sums of values, the largest score, the sum of weights.
 int64_t partial_size(const Call& c) { return c.heads / c.kv_heads * (c.dim + 2); }
 
-// A token's heads lie beside each other, so that those of one KV head are read in jumps.
-template <class T>
-void prefetch(const T* p, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i);
+// Whether an item with so many new tokens is computed on tiles.
+template <class T, class Cached>
+bool tiled(const Call& c, int64_t count) {
+  return tiles_take<T, Cached>() && c.dim % 32 == 0 && count > 1 && count * (c.heads / c.kv_heads) > DOT_ROWS;
 }
 
 template <class T, class Cached>
 void attend(const Call& c, const Item& item, Scratch& s, float* partials) {
+#if defined(__AMX_BF16__)
+  if constexpr (tiles_take<T, Cached>())
+    if (tiled<T, Cached>(c, item.count)) return TiledItem(c, item).attend<Cached>();
+#endif
   const int64_t group = c.heads / c.kv_heads, rows = item.count * group;
   for (int64_t row = 0; row < rows; ++row) {
     const T* from = static_cast<const T*>(c.q) + (item.token + row / group) * c.q_stride +
@@ -262,17 +227,10 @@ void attend(const Call& c, const Item& item, Scratch& s, float* partials) {
   std::fill_n(s.sums.begin(), rows * c.dim, 0.0f);
   std::fill_n(s.tops.begin(), rows, -INFINITY);
   std::fill_n(s.weights.begin(), rows, 0.0f);
-  const int32_t* slots = c.table + c.rows[item.request] * c.table_stride;
   for (int64_t at = item.begin; at < item.end; at += TILE) {
     const int count = static_cast<int>(std::min<int64_t>(TILE, item.end - at));
     const Cached *keys[TILE], *values[TILE];
-    for (int j = 0; j < count; ++j) {
-      const int64_t offset = (slots[at + j] * c.kv_heads + item.kv_head) * c.dim;
-      keys[j] = static_cast<const Cached*>(c.key_cache) + offset;
-      values[j] = static_cast<const Cached*>(c.value_cache) + offset;
-      prefetch(keys[j], c.dim);
-      prefetch(values[j], c.dim);
-    }
+    locate(c, item, at, count, keys, values);
     multiply_tile(c, item, s, keys, values, at, count);
   }
   if (item.pieces == 1) {
@@ -323,17 +281,18 @@ void store_new(const Call& c, int64_t token) {
 
 template <class T, class Cached>
 void run(const Call& c, int threads) {
-  const int64_t group = c.heads / c.kv_heads, most = std::max<int64_t>(1, ROWS / group);
+  const int64_t group = c.heads / c.kv_heads;
   std::vector<Item> items;
   int64_t token = 0, partials = 0, products = 0, height = 0;
   for (int64_t r = 0; r < c.requests; ++r) {
     const int64_t length = c.lengths[r], count = c.news[r];
+    const int64_t most = std::max<int64_t>(1, (tiled<T, Cached>(c, count) ? TILED_ROWS : ROWS) / group);
     for (int64_t t = 0; t < count; t += most) {
       const int64_t queries = std::min(most, count - t), position = length - count + t, end = position + queries;
       const int64_t begin = c.window ? std::max<int64_t>(0, position - c.window + 1) : 0;
       const int64_t pieces = count == 1 ? (end - begin + PIECE - 1) / PIECE : 1;
       const int64_t size = pieces == 1 ? end - begin : PIECE;
-      height = std::max(height, queries * group);
+      if (!tiled<T, Cached>(c, queries)) height = std::max(height, queries * group);
       products += queries * c.heads * (end - begin) * c.dim;
       for (int64_t head = 0; head < c.kv_heads; ++head, partials += pieces > 1 ? pieces : 0)
         for (int64_t p = 0; p < pieces; ++p)

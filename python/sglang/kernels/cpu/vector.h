@@ -289,11 +289,15 @@ static inline Vec exp(Vec x) {
   y = fma(y, r, splat(1.6666665459e-1f));
   y = fma(y, r, splat(5.0000001201e-1f));
   y = fma(y, r * r, r) + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-87.0f), _CMP_NLT_UQ), y, n);
+#else
   const Ints exponent = reinterpret_cast<Ints>(bits_of(biased)) - 0x4B400000;
   const Ints half = exponent >> 1;  // in two steps: 2^exponent may not be finite
   y = y * floats_of(reinterpret_cast<Bits>((half + 127) << 23)) *
       floats_of(reinterpret_cast<Bits>((exponent - half + 127) << 23));
   return select(x < -87.0f, Vec{}, y);
+#endif
 }
 
 // --------------------------------------------------------------------------------------------------------------- dots

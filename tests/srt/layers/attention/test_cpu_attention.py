@@ -165,6 +165,43 @@ def test_rotates(backend: CpuAttnBackend, dtypes: str, dim: int) -> None:
         step.run(backend)
 
 
+def exact(step: Step) -> torch.Tensor:
+    """What the step computes, in float64 from keys and values as the cache has them."""
+    layer, batch, outputs = step.layer, step.batch, []
+    begin = 0
+    for row, length, new in zip(batch.req_pool_indices, batch.seq_lens_list, batch.extend_seq_lens, strict=True):
+        slots = batch.req_to_token_pool.req_to_token[row, :length].long()
+        q = step.q[begin : begin + new].double().view(new, layer.num_kv_heads, -1, layer.head_dim)
+        k, v = (buffer(1)[slots].double() for buffer in (step.pool.get_key_buffer, step.pool.get_value_buffer))
+        if step.pool.dtype == FP8:
+            k, v = k * layer.k_scale, v * layer.v_scale
+        distance = torch.arange(length - new, length).unsqueeze(1) - torch.arange(length)
+        seen = (distance >= 0) & (distance < (layer.sliding_window or length))
+        scores = torch.einsum("nkgd,mkd->kgnm", q, k) * layer.scaling
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("kgnm,mkd->nkgd", weights, v).flatten(1))
+        begin += new
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("group", "dim", "window"),
+    [(1, 64, None), (3, 64, 70), (4, 32, None), (7, 96, 70), (8, 128, None), (2, 160, 70), (5, 80, None)],
+)
+def test_bfloat16_prompts_are_rounded_once(
+    backend: CpuAttnBackend, group: int, dim: int, window: int | None, kv_dtype: torch.dtype
+) -> None:
+    """Scores, softmax and sums are as good as float32 ones; a weight rounded to bfloat16 would be seen."""
+    lengths = [(0, 200), (70, 33), (0, 2), (5, 1), (0, 65), (129, 64)]
+    shape = {"heads": 2 * group, "kv_heads": 2, "dim": dim, "window": window}
+    step = Step(lengths, dtype=torch.bfloat16, kv_dtype=kv_dtype, page_size=4, **shape)
+    step.q *= 3  # few keys have most of the weight
+    output = step.run(backend).double()
+    wanted = exact(step)
+    assert bool(((output - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-4 * wanted.abs().max()).all())
+
+
 def test_many_heads_of_one_token(backend: CpuAttnBackend) -> None:
     compare(Step([(90, 1), (20, 3)], heads=60, kv_heads=1, kv_dtype=torch.bfloat16), backend, 5e-6)
 
