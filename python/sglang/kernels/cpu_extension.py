@@ -91,6 +91,11 @@ def isas() -> tuple[Isa, ...]:
     return tuple(isa for isa in ISAS if isa.machine in ("", platform.machine()) and features.issuperset(isa.features))
 
 
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles, and this process may let it."""
+    return _cpu_features().issuperset(_AMX)
+
+
 @cache
 def _cpu_features() -> frozenset[str]:
     file = Path("/proc/cpuinfo")

@@ -49,6 +49,16 @@ def test_max_total_tokens_is_rounded_down_to_pages(caplog: pytest.LogCaptureFixt
         assert words in text
 
 
+@pytest.mark.parametrize(("dtype", "amx"), [("auto", True), ("auto", False), ("float32", True)])
+def test_who_could_be_faster_hears_of_it(
+    dtype: str, amx: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_runner, "has_amx", lambda: amx)
+    caplog.set_level(logging.INFO)
+    assert make("tiny-llama-modelopt-w4a16", dtype=dtype, max_total_tokens=8).dtype == torch.float32
+    assert caplog.text.count("with --dtype bfloat16") == (dtype == "auto" and amx)
+
+
 def test_cpu_default_is_a_part_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     memory(monkeypatch, available=40 << 20, total=400 << 20)
     runner = make(context_len=1000)

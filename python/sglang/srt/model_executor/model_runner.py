@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.kernels.cpu_extension import has_amx
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError, StartupError
@@ -88,6 +89,8 @@ class ModelRunner:
         self.tp = tp
         self.device = resolve_device(server_args.device, tp.local_rank)
         self.dtype = model_config.dtype
+        if self.device.type == "cpu" and server_args.dtype == "auto" and self.dtype == torch.float32 and has_amx():
+            logger.info("This CPU has AMX: with --dtype bfloat16 prompts take a quarter of float32's time, or less.")
         self.page_size = server_args.page_size
         self.num_kv_heads = max(1, model_config.num_key_value_heads // tp.size)
         torch.manual_seed(server_args.random_seed or 0)
