@@ -5,7 +5,8 @@
 
 `local-completions` scores multiple-choice answers through `echo` and `logprobs`; `local-chat-completions` generates.
 Both engines compute in float32, the tasks are made here from the tests' data, nothing is downloaded. The bf16 demo
-model is what `python -m sglang.demo_model --bf16-output DIR` leaves in DIR.
+model is what `python -m sglang.demo_model --bf16-output DIR` leaves in DIR; the result has the name of that folder, so
+give it one that says what it is: SmolLM2-135M-Instruct-bf16.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@
 2. Prompts of a few groups, each with a long common beginning, with the policies cache_aware and round_robin: how much
    of the prompts the workers' prefix caches had.
 3. A worker is killed (SIGKILL) under load. Requests that are not streamed must all be answered, with the right text.
-4. A worker is started in its place: the router takes it back.
+4. A worker is started in its place: the router takes it back. It counts as healthy first; requests it gets once the
+   router's circuit breaker, which too many failures opened, lets one through. The breaker's waiting time is 2 s here, a
+   minute by default.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ def router(python: str, policy: str, workers: list[str], log: Path) -> Iterator[
         python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
         "--worker-urls", *workers, "--prometheus-port", str(metrics), "--health-check-interval-secs", "1",
         "--health-failure-threshold", "2", "--health-success-threshold", "1", "--retry-initial-backoff-ms", "20",
+        "--cb-timeout-duration-secs", "2",
     ]  # fmt: skip
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": ""})
@@ -81,6 +84,22 @@ def wait_for_workers(url: str, count: int, timeout: float = 60) -> float:
     while healthy(url) != count:
         if time.monotonic() - begin > timeout:
             raise TimeoutError(f"the router has {healthy(url)} healthy workers, not {count}: {call(url + '/workers')}")
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+def generations(log: Path) -> int:
+    """How often the worker that writes ``log`` has been asked to generate."""
+    return log.read_text(errors="replace").count('"POST /generate HTTP/1.1" 200')
+
+
+def wait_until_asked(url: str, log: Path, timeout: float = 60) -> float:
+    """Seconds until the router at ``url`` gives a request to the worker that writes ``log``."""
+    begin, before = time.monotonic(), generations(log)
+    while generations(log) == before:
+        if time.monotonic() - begin > timeout:
+            raise TimeoutError(f"the router gave the worker no request in {timeout:g} s")
+        assert generate(url, [10, 20, 30], 1)[0] == 200
         time.sleep(0.1)
     return time.monotonic() - begin
 
@@ -189,23 +208,30 @@ def main() -> None:
             assert all(len(ids) == NEW_TOKENS for ids in expected)
         with router(args.python, "round_robin", urls, folder / "kill.log") as url:
             for stream in (False, True):
+                before = generations(logs[1])
                 lines += under_load(url, expected, stream, workers[1])
+                # Else nothing was seen of what its death does.
+                assert generations(logs[1]) > before, "the worker that was killed had not been asked"
                 seconds = wait_for_workers(url, 1)
                 lines.append(f"  the router had one healthy worker {seconds:.1f} s after the load")
                 workers[1] = start_server(args.model_path, ports[1], log=logs[1])
                 seconds = wait_for_workers(url, 2)
-                lines.append(f"  a new worker in its place: taken back {seconds:.1f} s after it was ready")
+                asked = seconds + wait_until_asked(url, logs[1])
+                lines.append(
+                    f"  a new worker in its place: {seconds:.1f} s after it was ready the router called it healthy, "
+                    f"{asked:.1f} s after it was ready it got a request"
+                )
                 assert generate(url, [10, 20, 30], NEW_TOKENS)[1]["output_ids"] == expected[0]
     finally:
         for worker in workers:
             kill_process_tree(worker.pid)
         assert not any(answers(f"{each}/health", 1) for each in urls)
-    asked = collections.Counter(
+    requests = collections.Counter(
         match.group(1)
         for log in logs
         for match in re.finditer(r'"((?:GET|POST) /[a-z_/0-9]*)[^"]*" (?=200|4)', log.read_text(errors="replace"))
     )
-    lines.append(f"the workers were asked: {', '.join(sorted(asked))}")
+    lines.append(f"the workers were asked: {', '.join(sorted(requests))}")
     missing = re.findall(r'"((?:GET|POST) /\S*)[^"]*" 404', "".join(log.read_text(errors="replace") for log in logs))
     lines.append(f"of it answered with 404: {', '.join(sorted(set(missing))) or 'nothing'}")
     report(f"sglang-router {version(args.python, 'sglang-router')}", lines, args.record)

@@ -1,9 +1,13 @@
 """The serving benchmarks of SGLang's and vLLM's own wheels against a server, beside ours.
 
     pip download --no-deps -d /tmp/wheels sglang vllm; unzip each into a folder of its own
-    python benchmark/clients/serving_benchmarks.py --python BENCH_VENV/bin/python --sglang DIR --vllm DIR --record
+    python -m venv /tmp/bench && /tmp/bench/bin/pip install PACKAGES
+    python benchmark/clients/serving_benchmarks.py --python /tmp/bench/bin/python --sglang DIR --vllm DIR --record
 
-Neither wheel is installed: both need GPU packages, their benchmark modules only what they import.
+Neither wheel is installed: both need GPU packages, their benchmark modules only what they import. For SGLang 0.5.23 and
+vLLM 0.33.0 PACKAGES are torch torchvision transformers datasets aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle
+compressed-tensors einops fastapi gguf ipython llguidance msgspec openai openai-harmony orjson partial-json-parser
+pillow prometheus-client psutil py-cpuinfo pybase64 pyzmq requests sentencepiece uvloop xgrammar.
 """
 
 from __future__ import annotations
