@@ -103,6 +103,13 @@ class Envs:
         "Seconds for which a client may accept nothing of its answer; then it is disconnected, which ends its request. "
         "0 or less: no limit.",
     )
+    SGLANG_READ_TIMEOUT: EnvField[float | None] = EnvField(
+        _seconds,
+        lambda: 300.0,
+        "`300`",
+        "Seconds from a connection's opening or, if it was kept alive, a request's first byte, until the whole request "
+        "must have come; then the answer is HTTP 408 and the client is disconnected. 0 or less: no limit.",
+    )
     SGLANG_GRAMMAR_TIMEOUT: EnvField[float] = EnvField(
         _time_limit,
         lambda: 10.0,

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints.write_timeout import http_protocol
+from sglang.srt.entrypoints.client_timeouts import http_protocol
 from sglang.srt.environ import envs
 from sglang.srt.errors import StartupError
 from sglang.srt.server_args import ServerArgs
@@ -31,7 +31,7 @@ def make_uvicorn(application: ASGIApp, args: ServerArgs) -> Uvicorn:
     """A server for ``application`` as the flags say; ``serve(sockets=[listener])`` runs it.
 
     Raises:
-        ArgumentError: SGLANG_WRITE_TIMEOUT is no number of seconds.
+        ArgumentError: SGLANG_WRITE_TIMEOUT or SGLANG_READ_TIMEOUT is no number of seconds.
     """
     config = uvicorn.Config(
         application,
@@ -45,7 +45,7 @@ def make_uvicorn(application: ASGIApp, args: ServerArgs) -> Uvicorn:
         ssl_keyfile_password=args.ssl_keyfile_password,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if args.ssl_ca_certs is not None else ssl.CERT_NONE,
-        http=http_protocol(envs.SGLANG_WRITE_TIMEOUT.get()),
+        http=http_protocol(envs.SGLANG_WRITE_TIMEOUT.get(), envs.SGLANG_READ_TIMEOUT.get()),
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=5,
