@@ -1,6 +1,10 @@
 // Activations: conversions of their types, and the quantiser of W4A4 layers.
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -54,20 +58,39 @@ static inline void round_to(float v, Fp16* out) {
   out->b = static_cast<uint16_t>(half | ((b >> 16) & 0x8000u));
 }
 
+#if defined(__AVX512F__)
+static inline __m512 load_block(const float* p) { return _mm512_loadu_ps(p); }
+static inline __m512 load_block(const Bf16* p) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+static inline __m512 load_block(const Fp16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------------------- quantise
 // The recipe of nvfp4_utils.quantize_nvfp4 on up to COUNT blocks of a row, each step rounded once.
 struct Quantiser {
   static constexpr int COUNT = 16;
   alignas(64) float scale[COUNT];
-  alignas(64) int32_t sum[COUNT];  // of a block's doubled values
+  alignas(64) float inverse[COUNT];  // what x is multiplied by
+  alignas(64) int32_t sum[COUNT];    // of a block's doubled values
   alignas(64) float x[COUNT][BLOCK];
 
-  // Writes 2 * e2m1 of block b to doubled + b * stride.
+  // Fills x, scale and inverse.
   template <class T>
-  void run(const T* from, int blocks, float global_scale_inv, int8_t* doubled, int64_t stride) {
+  void scales(const T* from, int blocks, float global_scale_inv) {
     alignas(64) uint32_t largest[COUNT] = {};  // magnitudes compare as integers
-    alignas(64) float inverse[COUNT];
     for (int b = 0; b < blocks; ++b) {
+#if defined(__AVX512F__)
+      const __m512 values = load_block(from + b * BLOCK);
+      _mm512_store_ps(x[b], values);
+      const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
+      const __mmask16 number = _mm512_cmple_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+      const uint32_t amax = _mm512_reduce_max_epu32(_mm512_maskz_mov_epi32(number, magnitude));
+      largest[b] = number ? amax : 0x7FC00000u;
+#else
       int32_t amax = 0, nans = 0;
       for (int i = 0; i < BLOCK; ++i) {
         x[b][i] = to_float(from[b * BLOCK + i]);
@@ -78,6 +101,7 @@ struct Quantiser {
         nans += nan;
       }
       largest[b] = nans == BLOCK ? 0x7FC00000u : static_cast<uint32_t>(amax);
+#endif
     }
     const float to_scale = global_scale_inv * (1.0f / 6.0f), global_scale = 1.0f / global_scale_inv;
     for (int b = 0; b < COUNT; ++b) {
@@ -94,6 +118,12 @@ struct Quantiser {
       inverse[b] = raw > 3.402823466e38f ? 3.402823466e38f : raw;
       scale[b] = value;
     }
+  }
+
+  // Writes 2 * e2m1 of block b to doubled + b * stride.
+  template <class T>
+  void run(const T* from, int blocks, float global_scale_inv, int8_t* doubled, int64_t stride) {
+    scales(from, blocks, global_scale_inv);
     for (int b = 0; b < blocks; ++b) {
       alignas(64) int32_t wide[BLOCK];
       for (int i = 0; i < BLOCK; ++i) {
