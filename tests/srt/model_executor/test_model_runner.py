@@ -56,7 +56,7 @@ def test_who_could_be_faster_hears_of_it(
     monkeypatch.setattr(model_runner, "has_amx", lambda: amx)
     caplog.set_level(logging.INFO)
     assert make("tiny-llama-modelopt-w4a16", dtype=dtype, max_total_tokens=8).dtype == torch.float32
-    assert caplog.text.count("with --dtype bfloat16") == (dtype == "auto" and amx)
+    assert caplog.text.count("--dtype bfloat16 computes prompts") == (dtype == "auto" and amx)
 
 
 def test_cpu_default_is_a_part_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,23 @@ struct Quantiser {
     }
   }
 
+#if defined(__AVX512F__)
+  // e2m1 of block b, once scales() has run, as run() rounds.
+  __m512 values(int b) const {
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    const __m512i v = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(x[b]), _mm512_set1_ps(inverse[b])));
+    const __m512i magnitude = _mm512_andnot_si512(sign, v);
+    const __m512 m = _mm512_castsi512_ps(_mm512_min_epu32(magnitude, _mm512_set1_epi32(0x40C00000)));
+    const __mmask16 below_4 = _mm512_cmp_ps_mask(m, _mm512_set1_ps(4.0f), _CMP_LT_OQ);
+    const __mmask16 below_2 = _mm512_cmp_ps_mask(m, _mm512_set1_ps(2.0f), _CMP_LT_OQ);
+    __m512 magic = _mm512_mask_mov_ps(_mm512_set1_ps(25165824.0f), below_4, _mm512_set1_ps(12582912.0f));
+    magic = _mm512_mask_mov_ps(magic, below_2, _mm512_set1_ps(6291456.0f));
+    const __m512i rounded = _mm512_castps_si512(_mm512_sub_ps(_mm512_add_ps(m, magic), magic));
+    const __mmask16 number = _mm512_cmple_epu32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+    return _mm512_castsi512_ps(_mm512_or_si512(rounded, _mm512_maskz_and_epi32(number, v, sign)));
+  }
+#endif
+
   // Writes 2 * e2m1 of block b to doubled + b * stride.
   template <class T>
   void run(const T* from, int blocks, float global_scale_inv, int8_t* doubled, int64_t stride) {

@@ -16,9 +16,9 @@
 
 namespace {
 
-constexpr int64_t ROWS = 48;    // queries of an item, counting a token once for each head, unless one token has more
+constexpr int64_t ROWS = 48;         // queries of an item, counting a token once for each head, unless one token has more
 constexpr int64_t TILED_ROWS = 192;  // likewise, where tiles take them
-constexpr int64_t PIECE = 512; // keys of an item with one new token
+constexpr int64_t PIECE = 512;       // keys of an item with one new token
 constexpr int64_t THREAD_PRODUCTS = 1 << 14;
 
 // Room for one item.

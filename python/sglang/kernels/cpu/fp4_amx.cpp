@@ -15,7 +15,6 @@ int amx_gemm(const Call&, int, int) { return -1; }
 #include <cerrno>
 #include <cstdlib>
 #include <memory>
-#include <type_traits>
 
 #include "amx.h"
 #include "simd.h"
@@ -52,25 +51,15 @@ bool keep(const Bf16* x, int64_t first, int64_t end, F at) {
   return fits;
 }
 
-// As Quantiser::run rounds; a quantised number times its scale is exact in bfloat16.
+// A quantised number times its scale is exact in bfloat16.
 template <class T, class F>
 void quantise(const T* x, int64_t first, int64_t end, float global_scale_inv, F at) {
   Quantiser q;
-  const __m512i sign = _mm512_set1_epi32(INT32_MIN), infinity = _mm512_set1_epi32(0x7F800000);
   for (int64_t b = first; b < end; b += Quantiser::COUNT) {
     const int count = static_cast<int>(std::min<int64_t>(Quantiser::COUNT, end - b));
     q.scales(x + b * BLOCK, count, global_scale_inv);
     for (int i = 0; i < count; ++i) {
-      const __m512i v = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(q.x[i]), _mm512_set1_ps(q.inverse[i])));
-      const __m512i magnitude = _mm512_andnot_si512(sign, v);
-      const __m512 m = _mm512_castsi512_ps(_mm512_min_epu32(magnitude, _mm512_set1_epi32(0x40C00000)));
-      __m512 magic = _mm512_set1_ps(25165824.0f);
-      magic = _mm512_mask_mov_ps(magic, _mm512_cmp_ps_mask(m, _mm512_set1_ps(4.0f), _CMP_LT_OQ), _mm512_set1_ps(12582912.0f));
-      magic = _mm512_mask_mov_ps(magic, _mm512_cmp_ps_mask(m, _mm512_set1_ps(2.0f), _CMP_LT_OQ), _mm512_set1_ps(6291456.0f));
-      const __m512i rounded = _mm512_castps_si512(_mm512_sub_ps(_mm512_add_ps(m, magic), magic));
-      const __m512i negative = _mm512_maskz_and_epi32(_mm512_cmple_epu32_mask(magnitude, infinity), v, sign);
-      const __m512 value = _mm512_castsi512_ps(_mm512_or_si512(rounded, negative));
-      const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(value, _mm512_set1_ps(q.scale[i])));
+      const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(q.values(i), _mm512_set1_ps(q.scale[i])));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(at(b + i)), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
     }
   }
