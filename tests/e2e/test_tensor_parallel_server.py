@@ -55,7 +55,8 @@ def test_two_ranks_answer_what_one_answers(tmp_path: Path, device: str) -> None:
         with httpx.stream(
             "POST", server.url + "/generate", json={"input_ids": [5, 6], "sampling_params": LONG, "stream": True}
         ) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # whose end closes the response
+            next(lines)
             assert server.post("/generate", **ask, sampling_params=GREEDY).json()[0]["output_ids"]
         wait_until(lambda: server.get("/server_info").json()["internal_states"][0]["#running"] == 0)
         assert server.post("/flush_cache").status_code == 200

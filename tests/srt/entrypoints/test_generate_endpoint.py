@@ -319,7 +319,8 @@ def test_flush_cache(http: httpx.Client) -> None:
         assert response.text.startswith("Cache flushed.")
     body = {"text": "hello", "sampling_params": {**GREEDY, "max_new_tokens": 2000}, "stream": True}
     with http.stream("POST", "/generate", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # whose end closes the response
+        next(lines)
         assert http.post("/flush_cache").status_code == 400
 
 
