@@ -7,9 +7,10 @@
 
 On a GPU, rotates over copies of each weight, so that caches hold none of it, and reports the median call. ``--graph``
 replays a CUDA graph of calls, which leaves out the host; calls may then overlap as their kernels allow.
-On a CPU, backends take turns at every call, other memory is read before each (``read_gbps`` is the rate of that), and
-the lowest decile is reported, of one thread that of its CPU time: what else the machine does costs all of them alike,
-and mostly the calls above it.
+On a CPU, backends take turns at every call; before each, other memory is read (``read_gbps`` is the rate of that), and the
+same backend multiplies with a few rows of another weight, so that caches hold its code and the interpreter's but none of the
+weight. The lowest decile is reported, of one thread that of its CPU time: what else the machine does costs all of them
+alike, and mostly the calls above it.
 ``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact weights, over at most
 64 rows.
 Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with weights in ``--dtype``), ``humming`` (pip install
@@ -173,20 +174,23 @@ class Turns:
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._reads: list[float] = []
 
-    def microseconds(self, calls: dict[str, Call], inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-        """The lowest decile of ``repeats`` calls of each; of fewer, but 5, where these took ``seconds``."""
+    def microseconds(self, calls: dict[str, Sequence[Call]], inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        """The lowest decile of ``repeats`` calls of each backend's first, after its second; of fewer, but 5, where these
+        took ``seconds``."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         for index in range(self._repeats + 1):
-            for name, call in calls.items():
+            for name, (call, small) in calls.items():
                 if index > 5 and sum(times[name]) > self._seconds:
                     continue
                 start = self._now()
                 self._flush.sum()
+                read = self._now() - start
+                small(inputs[name])
                 before = self._now()
                 call(inputs[name])
                 if index > 0:
                     times[name].append(self._now() - before)
-                    self._reads.append(before - start)
+                    self._reads.append(read)
         return {name: lowest_decile(measured) * 1e6 for name, measured in times.items()}
 
     @property
@@ -244,7 +248,7 @@ def bench(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[None]:
     on_cuda, result = args.device == "cuda", report["rows"]
     turns = None if on_cuda else Turns(torch.ones(args.flush_mib << 18), args.repeats, args.seconds)
     for n, k in args.shapes:
-        weight = Weight.random(n, k, args.device)
+        weight, few_rows = Weight.random(n, k, args.device), Weight.random(32, k, args.device)
         made: dict[str, list[Call]] = {}
         for name in args.backends:
             read = 2 * n * k if name == "bf16" else weight.nbytes
@@ -252,6 +256,8 @@ def bench(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[None]:
             try:
                 make = MAKERS.get(name) or registered(name)
                 made[name] = [make(weight, dtypes[name]) for _ in range(copies)]
+                if not on_cuda:
+                    made[name].append(make(few_rows, dtypes[name]))
             except Exception as error:
                 print(f"{name} {n}x{k}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         for m in args.m:
@@ -271,7 +277,7 @@ def bench(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[None]:
                     errors.pop(name, None)
                     print(f"{name} {n}x{k} M={m}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             if turns is not None:
-                times = turns.microseconds({name: made[name][0] for name in errors}, inputs)
+                times = turns.microseconds({name: made[name] for name in errors}, inputs)
                 report["machine"]["read_gbps"] = round(turns.read_gbps, 1)
             for name, us in times.items():
                 row = {"backend": name, "n": n, "k": k, "m": m, "us": round(us, 2)}

@@ -60,13 +60,15 @@ struct Quantised {
   // [block][vector][4][LANES] weights
   static void unpack(const uint8_t* codes, const uint8_t* scales, int count, Scratch& s) {
     uint8_t* out = s.weights;
-    for (int b = 0; b < count; ++b)
+    for (int b = 0; b < count; ++b) {
+      fetch_ahead(codes, scales, b);
       for (int row = 0; row < PANEL; row += L) {
         Simd::Int w[4];
         Simd::unpack(codes_of(codes, b, row), w);
         UNROLL for (int q = 0; q < 4; ++q, out += 4 * L) Simd::store_weights(out, w[q]);
         Simd::store(s.scales + b * PANEL + row, Simd::scales(scales + b * PANEL + row));
       }
+    }
   }
 
   template <int R, bool PACKED>
@@ -111,7 +113,7 @@ struct Quantised {
 // those with even numbers apart from the others.
 template <bool FOLDED>
 struct Kept {
-  static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS, PACKED_ROWS = 2;
+  static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS, PACKED_ROWS = 4;
   static constexpr int SPAN = FOLDED ? 2 : 1, CHAINS = FOLDED ? 2 : 1;
 
   template <class T>
@@ -121,6 +123,28 @@ struct Kept {
   }
 
   static Simd::Float scales(const uint8_t* p) { return Simd::mul(Simd::scales(p), Simd::constant(256.0f)); }
+
+#ifdef TABLES
+  // Adds a block of one row of x to chains [CHAINS][NV]. A value's products with each e2m1, a table, serve all rows of the
+  // weight, which saves their multiplication by the scale. They are divided by 8, so that none overflows, and exact.
+  template <int NV>
+  static inline __attribute__((always_inline)) void add_row(const float* x, const uint8_t* codes, const uint8_t* scales_,
+                                                            Simd::Float (*chains)[1][NV]) {
+    Simd::Float scale[NV];
+    UNROLL for (int v = 0; v < NV; ++v) scale[v] = Simd::mul(Simd::scales(scales_ + v * L), Simd::constant(8 * 256.0f));
+    UNROLL for (int z = 0; z < 2; ++z) {
+      Simd::Int both[NV];
+      UNROLL for (int v = 0; v < NV; ++v) both[v] = Simd::by_row(codes_of(codes, 0, v * L) + 64 * z);
+      UNROLL for (int k = 0; k < 8; ++k) {
+        const Simd::Float table = Simd::mul(Simd::load(E2M1_EIGHTHS), Simd::broadcast(x + 8 * z + k));
+        UNROLL for (int v = 0; v < NV; ++v) {
+          Simd::Float& chain = chains[k % CHAINS][0][v];
+          chain = Simd::fma(Simd::column(both[v], k, table), scale[v], chain);
+        }
+      }
+    }
+  }
+#endif
 
   // Of LANES rows; k = 4 * zh .. 4 * zh + 3.
   static inline __attribute__((always_inline)) void four(const uint8_t* codes, int zh, Simd::Float scale,
@@ -132,7 +156,8 @@ struct Kept {
   // [block][group of KEPT_VECTORS][16][KEPT_VECTORS][LANES] float32
   static void unpack(const uint8_t* codes, const uint8_t* scales_, int count, Scratch& s) {
     constexpr int NV = Simd::KEPT_VECTORS;
-    for (int b = 0; b < count; ++b)
+    for (int b = 0; b < count; ++b) {
+      fetch_ahead(codes, scales_, b);
       for (int row = 0; row < PANEL; row += L) {
         const int group = row / (NV * L) * NV * L;
         float* out = reinterpret_cast<float*>(s.weights) + (b * PANEL + group) * BLOCK + row - group;
@@ -144,6 +169,7 @@ struct Kept {
         }
         if (!FOLDED) Simd::store(s.scales + b * PANEL + row, scale);
       }
+    }
   }
 
   template <int R, bool PACKED>
@@ -165,6 +191,12 @@ struct Kept {
           };
           if (PACKED) {
             if (row == 0) fetch_ahead(codes, scales_, b);
+#ifdef TABLES
+            if constexpr (FOLDED && R == 1) {
+              add_row(x, codes_of(codes, b, row), scales_ + b * PANEL + row, chains);
+              continue;
+            }
+#endif
             UNROLL for (int v = 0; v < NV; ++v) scale[v] = scales(scales_ + b * PANEL + row + v * L);
             UNROLL for (int zh = 0; zh < 4; ++zh)
               UNROLL for (int v = 0; v < NV; ++v) {

@@ -4,6 +4,7 @@
 // unpack(): a register holds 4 consecutive k of each row, one byte each, as 2 * e2m1 + 12 (0..24): unsigned, since the
 // dot-product instructions multiply unsigned by signed bytes. The caller takes 12 * sum(a) off again.
 // four(): e2m1 of 4 consecutive k of each row, those in the low or the high nibbles, one k to a register.
+// Where TABLES is defined a register holds a table of 16 float32: column() looks up one of the 8 columns of by_row()'s codes.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,9 @@
 alignas(64) static const uint8_t E2M1_DOUBLED[64] = {
     FOUR_TIMES(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)};
 alignas(64) static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-// The upper and the lower byte of it in bfloat16.
+alignas(64) static const float E2M1_EIGHTHS[16] = {0,     .0625f,  .125f,  .1875f,  .25f,  .375f,  .5f,  .75f,
+                                                   -0.0f, -.0625f, -.125f, -.1875f, -.25f, -.375f, -.5f, -.75f};
+// The upper and the lower byte of E2M1 in bfloat16.
 alignas(64) static const uint8_t E2M1_UPPER[64] = {FOUR_TIMES(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40,  //
                                                               0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0)};
 alignas(64) static const uint8_t E2M1_LOWER[64] = {FOUR_TIMES(0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0,  //
@@ -63,7 +66,7 @@ struct Simd {
   static void unpack(const uint8_t* codes, Int w[4]) {
     const Int table = _mm512_load_si512(E2M1_DOUBLED);
     UNROLL for (int z = 0; z < 2; ++z) {
-      const Int both = _mm512_shuffle_epi8(_mm512_loadu_si512(codes + 64 * z), _mm512_load_si512(BY_ROW));
+      const Int both = by_row(codes + 64 * z);
 #if defined(__AVX512VBMI__)  // the index's upper bits are ignored: the table repeats
       w[2 * z] = _mm512_permutexvar_epi8(both, table);
       w[2 * z + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(both, 4), table);
@@ -74,11 +77,16 @@ struct Simd {
 #endif
     }
   }
+#define TABLES
+  static Int by_row(const uint8_t* codes) {
+    return _mm512_shuffle_epi8(_mm512_loadu_si512(codes), _mm512_load_si512(BY_ROW));
+  }
+  static Float column(Int codes, int k, Float table) {  // the index's upper bits are ignored
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, k % 4 * 8 + k / 4 * 4), table);
+  }
   static void four(const uint8_t* codes, bool high, Float w[4]) {
-    const Int both = _mm512_shuffle_epi8(_mm512_loadu_si512(codes), _mm512_load_si512(BY_ROW));
-    const Float table = _mm512_load_ps(E2M1);
-    UNROLL for (int k = 0; k < 4; ++k)  // the index's upper bits are ignored
-      w[k] = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 8 * k + 4 * high), table);
+    const Int both = by_row(codes);
+    UNROLL for (int k = 0; k < 4; ++k) w[k] = column(both, 4 * high + k, _mm512_load_ps(E2M1));
   }
   static Float scales(const uint8_t* p) {  // as float16 bits, an e4m3 value / 256
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
