@@ -130,8 +130,11 @@ template <class T, int BLOCKS>
 int gemm(const Call& c, int threads) {
   const int64_t steps = (c.blocks + BLOCKS - 1) / BLOCKS, group_bytes = steps * BLOCKS * BLOCK_BYTES;
   const int64_t groups = (c.m + ROWS - 1) / ROWS;
-  const int64_t tile = std::max<int64_t>(2, std::min<int64_t>(MAX_GROUPS, X_BYTES / group_bytes / 2 * 2));
-  const int64_t tiles = (groups + tile - 1) / tile, panels = (c.n + PANEL - 1) / PANEL;
+  const int64_t pairs = (groups + 1) / 2;
+  const int64_t fit = std::max<int64_t>(1, std::min<int64_t>(MAX_GROUPS / 2, X_BYTES / group_bytes / 2));
+  const int64_t tiles = (pairs + fit - 1) / fit, tile = (pairs + tiles - 1) / tiles * 2;
+  const int64_t panels = (c.n + PANEL - 1) / PANEL;
+  const int64_t share = tiles == 1 ? (panels + threads - 1) / threads : 1;  // as in fp4_gemm.cpp
   const int64_t pieces = (c.blocks + PREPARED - 1) / PREPARED, chunks = (c.blocks + MAX_CHUNK - 1) / MAX_CHUNK;
   const int64_t chunk = ((c.blocks + chunks - 1) / chunks + BLOCKS - 1) / BLOCKS * BLOCKS;
   std::unique_ptr<uint8_t, decltype(&free)> operand(static_cast<uint8_t*>(aligned_alloc(64, groups * group_bytes)),
@@ -157,7 +160,7 @@ int gemm(const Call& c, int threads) {
       Scratch scratch;
       const TileConfig config(BLOCKS * BLOCK);
       _tile_loadconfig(&config);
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static, share) nowait
       for (int64_t i = 0; i < tiles * panels; ++i) {
         const int64_t top = i / panels * tile, panel = i % panels, count = std::min(tile, groups - top);
         for (int64_t first = 0; first < c.blocks; first += chunk) {

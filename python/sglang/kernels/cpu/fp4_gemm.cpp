@@ -270,14 +270,16 @@ int gemm(const Kernels& k, const Call& c, int threads) {
   // Tiles of rows are cut into panels of `height`, the last of each shorter.
   const int64_t row_bytes = c.blocks * k.bytes, groups = (c.m + k.rows - 1) / k.rows;
   const int height = static_cast<int>((c.m + groups - 1) / groups);
-  const int64_t fit = std::min<int64_t>(TILE_BYTES / (row_bytes * height), MAX_TILE / height);
-  const int64_t tile = std::max<int64_t>(1, fit) * height;
-  const int64_t tiles = (c.m + tile - 1) / tile, panels = (c.n + PANEL - 1) / PANEL;
+  const int64_t fit = std::max<int64_t>(1, std::min<int64_t>(TILE_BYTES / (row_bytes * height), MAX_TILE / height));
+  const int64_t tiles = (groups + fit - 1) / fit, tile = (groups + tiles - 1) / tiles * height;
+  const int64_t panels = (c.n + PANEL - 1) / PANEL;
   const int64_t pieces = (c.blocks + PREPARED - 1) / PREPARED;
   const bool packed = c.m <= k.packed_rows;  // unpacked weights would be used too rarely
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + c.m * panels * row_bytes / THREAD_BYTES));
   // So little to prepare that each thread does it for itself, rather than wait for the others.
   const bool apart = c.m * pieces <= 2 * threads;
+  // A thread streams panels that follow each other, or takes as many of every tile as the others do: tiles differ in height.
+  const int64_t share = tiles == 1 ? (panels + threads - 1) / threads : 1;
   const int64_t operand_bytes = c.m * row_bytes;
   std::unique_ptr<uint8_t, decltype(&free)> operands(
       static_cast<uint8_t*>(malloc(operand_bytes * (apart ? threads : 1))), &free);
@@ -299,7 +301,7 @@ int gemm(const Kernels& k, const Call& c, int threads) {
       for (int64_t i = 0; i < c.m * pieces; ++i) prepare(i);
     }
     Scratch scratch;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static, share) nowait
     for (int64_t i = 0; i < tiles * panels; ++i) {
       const int64_t top = i / panels * tile, panel = i % panels;
       const int in_tile = static_cast<int>(std::min(tile, c.m - top));
