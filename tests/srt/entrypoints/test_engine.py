@@ -61,8 +61,22 @@ def test_closing_a_stream_aborts(engine: Engine) -> None:
         await chunks.aclose()
 
     asyncio.run(main())
-    state = engine._run(engine._runtime.server_info())["internal_states"][0]
+    state = engine.get_server_info()["internal_states"][0]
     assert (state["#running"], state["aborted"]) == (0, 2)
+
+
+def test_abort_flush_and_information(engine: Engine) -> None:
+    info = engine.get_server_info()
+    assert info["model_path"] == str(FIXTURE) and info["internal_states"][0]["#running"] == 0
+    assert engine.flush_cache()
+    for abort in ({"rid": "mine"}, {"abort_all": True}):
+        stream = engine.generate("hello", {"max_new_tokens": 2000}, stream=True, rid="mine")
+        next(stream)
+        assert not engine.flush_cache() and not engine.flush_cache(timeout=0.01)
+        engine.abort_request("somebody else")
+        engine.abort_request(**abort)  # type: ignore[arg-type]
+        assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        assert engine.flush_cache(timeout=10)
 
 
 def test_bad_requests(engine: Engine) -> None:
@@ -96,7 +110,7 @@ def test_scheduler_that_does_not_start() -> None:
 
 def test_death_of_the_scheduler_and_shutdown() -> None:
     engine = Engine(_run_scheduler=run_fake_scheduler, server_args=ServerArgs(**ARGUMENTS))  # type: ignore[arg-type]
-    pid = engine._run(engine._runtime.server_info())["internal_states"][0]["pid"]
+    pid = engine.get_server_info()["internal_states"][0]["pid"]
     stream = engine.generate("hello", {"max_new_tokens": 2000}, stream=True)
     next(stream)
     os.kill(pid, signal.SIGKILL)

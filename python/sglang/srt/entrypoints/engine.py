@@ -152,6 +152,30 @@ class Engine:
             future.cancel()
             raise
 
+    def flush_cache(self, timeout: float = 0.0) -> bool:
+        """Empty the prefix cache. False, and nothing is done, if requests are still running ``timeout`` seconds from now.
+
+        Raises:
+            ServiceError: the scheduler failed.
+        """
+        return self._run(self._runtime.manager.flush_cache(timeout))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End the request called ``rid``, or all, with what it has; its ``finish_reason`` is "abort". A name that nobody has
+        is ignored: its request may just have ended."""
+        self._run(self._abort(rid, abort_all))
+
+    async def _abort(self, rid: str, abort_all: bool) -> None:
+        self._runtime.manager.abort_request(rid, abort_all=abort_all)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What ``/server_info`` answers: the arguments, what the scheduler reported, and its state now.
+
+        Raises:
+            ServiceError: the scheduler failed.
+        """
+        return self._run(self._runtime.server_info())
+
     def update_weights_from_disk(
         self, model_path: str, load_format: str | None = None, **others: Any
     ) -> tuple[bool, str, int]:
