@@ -7,10 +7,10 @@
 
 On a GPU, rotates over copies of each weight, so that caches hold none of it, and reports the median call. ``--graph``
 replays a CUDA graph of calls, which leaves out the host; calls may then overlap as their kernels allow.
-On a CPU, backends take turns at every call; before each, other memory is read (``read_gbps`` is the rate of that), and the
-same backend multiplies with a few rows of another weight, so that caches hold its code and the interpreter's but none of the
-weight. The lowest decile is reported, of one thread that of its CPU time: what else the machine does costs all of them
-alike, and mostly the calls above it.
+On a CPU, backends take turns at every call. Before each, other memory is read (``read_gbps`` is the rate of that), and
+the same backend multiplies with a few rows of another weight, so that caches hold its code and the interpreter's, but
+nothing of the weight. The lowest decile is reported, of one thread that of its CPU time: what else the machine does
+costs all of them alike, and mostly the calls above it.
 ``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact weights, over at most
 64 rows.
 Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with weights in ``--dtype``), ``humming`` (pip install
@@ -175,8 +175,8 @@ class Turns:
         self._reads: list[float] = []
 
     def microseconds(self, calls: dict[str, Sequence[Call]], inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-        """The lowest decile of ``repeats`` calls of each backend's first, after its second; of fewer, but 5, where these
-        took ``seconds``."""
+        """The lowest decile of ``repeats`` calls of each backend's first, after its second; of fewer, but 5, where
+        these took ``seconds``."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         for index in range(self._repeats + 1):
             for name, (call, small) in calls.items():

@@ -153,7 +153,7 @@ class Engine:
             raise
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty the prefix cache. False, and nothing is done, if requests are still running ``timeout`` seconds from now.
+        """Empty the prefix cache. False, and nothing is done, if requests still run ``timeout`` seconds from now.
 
         Raises:
             ServiceError: the scheduler failed.
@@ -161,8 +161,8 @@ class Engine:
         return self._run(self._runtime.manager.flush_cache(timeout))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End the request called ``rid``, or all, with what it has; its ``finish_reason`` is "abort". A name that nobody has
-        is ignored: its request may just have ended."""
+        """End the request called ``rid``, or all, with what it has; its ``finish_reason`` is "abort". A name that
+        nobody has is ignored: its request may just have ended."""
         self._run(self._abort(rid, abort_all))
 
     async def _abort(self, rid: str, abort_all: bool) -> None:
