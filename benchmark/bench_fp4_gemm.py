@@ -339,18 +339,11 @@ def machine(device: str) -> dict[str, Any]:
         us = microseconds([lambda x: b.copy_(x)], a, graph=False, repeats=20)
         found |= {"device": torch.cuda.get_device_name(), "copy_gbps": round(2 * size / us / 1e3)}
     else:
-        found |= {"device": processor(), "threads": torch.get_num_threads()}
+        from sglang.check_env import devices
+
+        cpu = devices()[-1]
+        found |= {"device": f"{cpu['name']}, {cpu['instructions']}", "threads": torch.get_num_threads()}
     return found
-
-
-def processor() -> str:
-    """Its name and what our kernel is compiled for, where Linux and a compiler say so."""
-    from sglang.kernels import cpu_extension
-
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {cpu_extension.isas()[0].name}"
 
 
 def shapes(text: str) -> list[tuple[int, int]]:

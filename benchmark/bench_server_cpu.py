@@ -279,6 +279,7 @@ def main() -> None:
     import transformers as hf
 
     import sglang
+    from sglang.check_env import devices
 
     def settings(engine: str, dtype: str, model: str) -> Settings:
         return Settings(engine, dtype, model, arguments.threads, arguments.fp4_gemm_backend)
@@ -317,8 +318,9 @@ def main() -> None:
     for pair, found in ratios.items():
         print(f"{pair}, the fastest dtype of each: {found}")
     if arguments.output:
+        cpu = devices()[-1]
         machine = {
-            "processor": _processor(),
+            "processor": f"{cpu['name']}, {cpu['instructions']}",
             "threads": arguments.threads,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -330,13 +332,6 @@ def main() -> None:
         )
         result = {"command": command, "machine": machine, "ratios": ratios, "rows": rows}
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

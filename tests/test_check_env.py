@@ -9,6 +9,7 @@ from rich.console import Console
 
 import sglang
 from sglang import check_env
+from sglang.kernels.cpu_extension import isas
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError
 from sglang.srt.layers.quantization.fp4_utils import Target, backends, candidates
@@ -53,6 +54,7 @@ def test_json_has_everything(capsys):
     assert report["versions"]["msgspec"] is not None
     cpu = report["devices"][-1]
     assert (cpu["device"], cpu["capability"]) == ("cpu", None)
+    assert cpu["name"] and cpu["instructions"] == isas()[0].name
     assert 0 < cpu["memory_available"] <= cpu["memory_total"]
     fp4 = report["fp4_gemm"]
     assert [backend["name"] for backend in fp4["backends"]] == list(backends())

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sglang.kernels.cpu_extension import isas
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.layers.attention.attention_registry import attention_backends, unsupported_reasons
@@ -43,6 +44,7 @@ def devices() -> list[dict[str, Any]]:
                 "device": name,
                 "name": device_name(device),
                 "capability": device_capability(device),
+                "instructions": isas()[0].name if device.type == "cpu" else None,
                 "memory_total": total_memory(device),
                 "memory_available": available_memory(device),
             }
@@ -141,7 +143,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
     table = Table("device", "name", "capability", "memory, GiB (free)", title="Devices", title_justify="left")
     for device in report["devices"]:
-        capability = ".".join(map(str, device["capability"] or ())) or "-"
+        capability = device["instructions"] or ".".join(map(str, device["capability"]))
         total, free = (device[key] / 2**30 for key in ("memory_total", "memory_available"))
         table.add_row(device["device"], escape(device["name"]), capability, f"{total:.1f} ({free:.1f})")
     console.print(table)

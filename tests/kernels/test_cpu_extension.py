@@ -199,3 +199,18 @@ def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert names("x86_64", f"{avx2} {avx512} avx512vbmi amx_tile amx_bf16")[:2] == ["amx", "avx512vbmi"]
     assert names("aarch64", "asimd asimddp") == ["neon", "portable"]
     assert names("riscv64", "") == ["portable"]
+
+
+def test_the_best_instructions_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    everything = frozenset(feature for isa in ISAS for feature in isa.features)
+    monkeypatch.setattr(cpu_extension, "_cpu_features", lambda: everything)
+    assert cpu_extension.has_amx()
+    monkeypatch.setenv("SGLANG_MAX_CPU_ISA", "avx512vnni")
+    assert [isa.name for isa in cpu_extension.isas()] == ["avx512vnni", "avxvnni", "avx2", "portable"]
+    assert not cpu_extension.has_amx()
+    monkeypatch.setenv("SGLANG_MAX_CPU_ISA", "avx1024")
+    with pytest.raises(
+        ArgumentError, match="SGLANG_MAX_CPU_ISA='avx1024': must be one of amx, avx512vbmi, .*, portable"
+    ):
+        cpu_extension.isas()

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -42,7 +44,15 @@ def test_no_gpu_says_why(monkeypatch):
 def test_cpu_memory_is_sane():
     assert 0 < available_memory(CPU) <= total_memory(CPU) <= psutil.virtual_memory().total
     assert platforms.device_capability(CPU) is None
-    assert platforms.device_name(CPU) == "cpu"
+
+
+def test_cpu_has_its_model_name(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    assert platforms.device_name(CPU) == "Some CPU @ 3 GHz"
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert platforms.device_name(CPU) == "riscv64"
 
 
 def test_cgroup_limit_bounds_the_memory(monkeypatch):

@@ -28,6 +28,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from sglang.srt.environ import envs
+from sglang.srt.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +87,24 @@ class CompileError(Exception):
 
 
 def isas() -> tuple[Isa, ...]:
-    """What this CPU can run, best first."""
-    features = _cpu_features()
-    return tuple(isa for isa in ISAS if isa.machine in ("", platform.machine()) and features.issuperset(isa.features))
+    """What this CPU can run, best first, from ``SGLANG_MAX_CPU_ISA`` on.
+
+    Raises:
+        ArgumentError: that names nothing of :data:`ISAS`.
+    """
+    features, best = _cpu_features(), envs.SGLANG_MAX_CPU_ISA.get()
+    names = [isa.name for isa in ISAS]
+    if best is not None and best not in names:
+        variable = f"environment variable {envs.SGLANG_MAX_CPU_ISA.name}={best!r}"
+        raise ArgumentError(f"{variable}: must be one of {', '.join(names)}")
+    allowed = ISAS[names.index(best) :] if best else ISAS
+    here = ("", platform.machine())
+    return tuple(isa for isa in allowed if isa.machine in here and features.issuperset(isa.features))
 
 
 def has_amx() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles, and this process may let it."""
-    return _cpu_features().issuperset(_AMX)
+    return isas()[0].name == "amx"
 
 
 @cache

@@ -83,6 +83,13 @@ class Envs:
         "`~/.cache/sglang`",
         "Absolute path of the folder for compiled kernels and other files that can be made again.",
     )
+    SGLANG_MAX_CPU_ISA: EnvField[str | None] = EnvField(
+        str,
+        lambda: None,
+        "the CPU's best",
+        "The best instructions that our CPU kernels may use: `amx`, `avx512vbmi`, `avx512vnni`, `avxvnni`, `avx2`, "
+        "`neon` or `portable`. NVFP4 products have the same bits with all of them.",
+    )
     SGLANG_REQ_WAITING_TIMEOUT: EnvField[float | None] = EnvField(
         _seconds,
         lambda: None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -50,8 +51,12 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's model name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """The model name of the GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def available_memory(device: torch.device) -> int:
