@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 6;  // of x, that one weight register meets
-constexpr int MAX_TILE = 32 * MAX_ROWS;
+constexpr int MAX_ROWS = 8;  // of x, that one weight register meets
+constexpr int MAX_TILE = 192;
 constexpr int PREPARED = 64;  // blocks that one thread prepares at once
 constexpr int L = Simd::LANES;
 
@@ -35,13 +35,13 @@ struct Scratch {
 
 // A mode says how a block of one row of x is an operand of BYTES (prepare; a panel of up to ROWS rows holds, for each
 // block, the parts of every row side by side), how CHUNK blocks of a weight panel are unpacked, and how an operand of R
-// rows and `count` blocks is multiplied and added to sums [R][PANEL]: with unpacked weights, or, for up to PACKED_ROWS
+// rows and `count` blocks is multiplied and added to sums [R][PANEL]: with unpacked weights, or, for up to ROWS
 // rows in all, unpacking them on the way.
 
 // 16 signed bytes 2 * e2m1; MAGIC_BITS - 12 * their sum, which takes the 12 off that weights carry; and the float32
 // that turns the product with doubled weights and scales / 256 into a value.
 struct Quantised {
-  static constexpr int BYTES = BLOCK + 4 + 4, CHUNK = 32, ROWS = MAX_ROWS, PACKED_ROWS = MAX_ROWS;
+  static constexpr int BYTES = BLOCK + 4 + 4, CHUNK = 32, ROWS = MAX_ROWS;
 
   template <class T>
   static void prepare(const Call& c, const T* x, int64_t first, int64_t end, uint8_t* panel, int rows, int r) {
@@ -113,7 +113,7 @@ struct Quantised {
 // those with even numbers apart from the others.
 template <bool FOLDED>
 struct Kept {
-  static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS, PACKED_ROWS = 4;
+  static constexpr int BYTES = BLOCK * 4, CHUNK = 8, ROWS = Simd::KEPT_ROWS;
   static constexpr int SPAN = FOLDED ? 2 : 1, CHAINS = FOLDED ? 2 : 1;
 
   template <class T>
@@ -233,7 +233,7 @@ using Multiply = void (*)(const uint8_t*, const uint8_t*, const uint8_t*, const 
 
 // What depends on the mode and on the type of x.
 struct Kernels {
-  int bytes, chunk, rows, packed_rows;
+  int bytes, chunk, rows;
   Multiply multiply[2][MAX_ROWS];  // [packed][rows - 1], null where there are never so many
   void (*unpack)(const uint8_t*, const uint8_t*, int, Scratch&);
   void (*prepare)(const Call&, int64_t, int64_t, int64_t, uint8_t*, int, int);
@@ -247,7 +247,7 @@ void prepare(const Call& c, int64_t m, int64_t first, int64_t end, uint8_t* pane
 
 template <class Mode, int R, bool PACKED>
 constexpr Multiply multiply() {
-  if constexpr (R <= (PACKED ? Mode::PACKED_ROWS : Mode::ROWS)) return Mode::template multiply<R, PACKED>;
+  if constexpr (R <= Mode::ROWS) return Mode::template multiply<R, PACKED>;
   return nullptr;
 }
 
@@ -256,11 +256,10 @@ constexpr Kernels KERNELS = {
     Mode::BYTES,
     Mode::CHUNK,
     Mode::ROWS,
-    Mode::PACKED_ROWS,
     {{multiply<Mode, 1, false>(), multiply<Mode, 2, false>(), multiply<Mode, 3, false>(), multiply<Mode, 4, false>(),
-      multiply<Mode, 5, false>(), multiply<Mode, 6, false>()},
+      multiply<Mode, 5, false>(), multiply<Mode, 6, false>(), multiply<Mode, 7, false>(), multiply<Mode, 8, false>()},
      {multiply<Mode, 1, true>(), multiply<Mode, 2, true>(), multiply<Mode, 3, true>(), multiply<Mode, 4, true>(),
-      multiply<Mode, 5, true>(), multiply<Mode, 6, true>()}},
+      multiply<Mode, 5, true>(), multiply<Mode, 6, true>(), multiply<Mode, 7, true>(), multiply<Mode, 8, true>()}},
     Mode::unpack,
     prepare<Mode, T>,
     write<T>,
@@ -274,7 +273,7 @@ int gemm(const Kernels& k, const Call& c, int threads) {
   const int64_t tiles = (groups + fit - 1) / fit, tile = (groups + tiles - 1) / tiles * height;
   const int64_t panels = (c.n + PANEL - 1) / PANEL;
   const int64_t pieces = (c.blocks + PREPARED - 1) / PREPARED;
-  const bool packed = c.m <= k.packed_rows;  // unpacked weights would be used too rarely
+  const bool packed = c.m <= k.rows;  // unpacked weights would be used too rarely
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + c.m * panels * row_bytes / THREAD_BYTES));
   // So little to prepare that each thread does it for itself, rather than wait for the others.
   const bool apart = c.m * pieces <= 2 * threads;

@@ -49,7 +49,7 @@ static inline int32_t load_int32(const void* p) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 struct Simd {
-  static constexpr int LANES = 16, VECTORS = 2, KEPT_VECTORS = 2, KEPT_ROWS = 6;
+  static constexpr int LANES = 16, VECTORS = 2, KEPT_VECTORS = 2, KEPT_ROWS = 8;
   using Int = __m512i;
   using Float = __m512;
 
