@@ -24,7 +24,8 @@ namespace {
 
 constexpr int MAX_ROWS = 8;  // of x, that one weight register meets
 constexpr int MAX_TILE = 192;
-constexpr int PREPARED = 64;  // blocks that one thread prepares at once
+constexpr int PREPARED = 16;  // blocks that one thread prepares at once, of all rows that lie side by side
+constexpr int APART = 128;    // blocks of x that a thread rather prepares for itself than waits for the others
 constexpr int L = Simd::LANES;
 
 struct Scratch {
@@ -275,9 +276,9 @@ int gemm(const Kernels& k, const Call& c, int threads) {
   const int64_t pieces = (c.blocks + PREPARED - 1) / PREPARED;
   const bool packed = c.m <= k.rows;  // unpacked weights would be used too rarely
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + c.m * panels * row_bytes / THREAD_BYTES));
-  // So little to prepare that each thread does it for itself, rather than wait for the others.
-  const bool apart = c.m * pieces <= 2 * threads;
-  // A thread streams panels that follow each other, or takes as many of every tile as the others do: tiles differ in height.
+  const bool apart = c.m * c.blocks <= APART * threads;
+  // A thread streams panels that follow each other, or takes as many of every tile as the others do, since tiles differ
+  // in height.
   const int64_t share = tiles == 1 ? (panels + threads - 1) / threads : 1;
   const int64_t operand_bytes = c.m * row_bytes;
   std::unique_ptr<uint8_t, decltype(&free)> operands(
@@ -288,16 +289,17 @@ int gemm(const Kernels& k, const Call& c, int threads) {
   {
     uint8_t* const operand = operands.get() + (apart ? omp_get_thread_num() * operand_bytes : 0);
     auto prepare = [&](int64_t i) {
-      const int64_t m = i / pieces, first = i % pieces * PREPARED, top = m / height * height;
+      const int64_t top = i / pieces * height, first = i % pieces * PREPARED;
       const int rows = static_cast<int>(std::min<int64_t>(height, c.m - top));
-      k.prepare(c, m, first, std::min(first + PREPARED, c.blocks), operand + top * row_bytes, rows,
-                static_cast<int>(m - top));
+      for (int r = 0; r < rows; ++r)
+        k.prepare(c, top + r, first, std::min(first + PREPARED, c.blocks), operand + top * row_bytes, rows, r);
     };
+    const int64_t items = (c.m + height - 1) / height * pieces;
     if (apart) {
-      for (int64_t i = 0; i < c.m * pieces; ++i) prepare(i);
+      for (int64_t i = 0; i < items; ++i) prepare(i);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < c.m * pieces; ++i) prepare(i);
+      for (int64_t i = 0; i < items; ++i) prepare(i);
     }
     Scratch scratch;
 #pragma omp for schedule(static, share) nowait
