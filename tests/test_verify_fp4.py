@@ -22,6 +22,7 @@ from sglang.srt.layers.quantization.fp4_verify import Layer, random_weight
 from sglang.srt.layers.quantization.fp4_verify_run import Verification
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
 from sglang.srt.layers.quantization.nvfp4_utils import dequantize_nvfp4, quantize_nvfp4
+from sglang.srt.platforms import device_name
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Small, unaligned, three parts; the last row alone is another batch.
@@ -202,7 +203,7 @@ def test_right_backends_pass_and_the_report_is_complete(capsys: pytest.CaptureFi
     status, report = verify(capsys, *argv, "--backend", "torch")
     assert (status, report["ok"], report["device_lost"]) == (0, True, None)
     assert len(report["rows"]) == 3 * 2 * 4 * 4
-    assert (report["target"], report["device"]) == ("cpu", "cpu")
+    assert (report["target"], report["device"]) == ("cpu", device_name(torch.device("cpu")))
     assert {"torch", "sglang-nvfp4", "flashinfer-python"} <= set(report["versions"])
     assert set(report["unsupported"]) >= {"cutlass", "cudnn", "cutedsl", "trtllm"}
     assert all(entry["reason"] for entry in report["unsupported"].values())
