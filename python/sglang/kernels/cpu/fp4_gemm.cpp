@@ -267,7 +267,7 @@ constexpr Kernels KERNELS = {
 };
 
 int gemm(const Kernels& k, const Call& c, int threads) {
-  // Tiles of rows are cut into panels of `height`, the last of each shorter.
+  // Rows are cut into `groups` panels of `height`, the last one shorter, and these are put together to tiles.
   const int64_t row_bytes = c.blocks * k.bytes, groups = (c.m + k.rows - 1) / k.rows;
   const int height = static_cast<int>((c.m + groups - 1) / groups);
   const int64_t fit = std::max<int64_t>(1, std::min<int64_t>(TILE_BYTES / (row_bytes * height), MAX_TILE / height));
@@ -294,12 +294,11 @@ int gemm(const Kernels& k, const Call& c, int threads) {
       for (int r = 0; r < rows; ++r)
         k.prepare(c, top + r, first, std::min(first + PREPARED, c.blocks), operand + top * row_bytes, rows, r);
     };
-    const int64_t items = (c.m + height - 1) / height * pieces;
     if (apart) {
-      for (int64_t i = 0; i < items; ++i) prepare(i);
+      for (int64_t i = 0; i < groups * pieces; ++i) prepare(i);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < items; ++i) prepare(i);
+      for (int64_t i = 0; i < groups * pieces; ++i) prepare(i);
     }
     Scratch scratch;
 #pragma omp for schedule(static, share) nowait
