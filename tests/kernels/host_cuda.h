@@ -1,5 +1,5 @@
 // CUDA C++ on a CPU, for tests: the threads of a block are coroutines, blocks run one after the other. What the kernels
-// that layers.py launches use is here, nothing else.
+// of host_cuda.py use is here, nothing else.
 #include <ucontext.h>
 
 #include <cmath>
@@ -15,6 +15,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
+#define __align__ alignas
 
 struct Dim {
   unsigned x, y, z;
@@ -46,6 +47,7 @@ static ucontext_t scheduler;
 static unsigned current;
 static std::function<void()> body;
 static uint64_t exchanged[1024];
+alignas(1024) static char shared[227 << 10];  // dynamic; an address of it is an offset
 
 static void entry() {
   body();
@@ -69,7 +71,7 @@ static void launch(Dim grid, unsigned size, std::function<void()> kernel) {
       if (threads.size() < size) threads.resize(size);
       for (unsigned i = 0; i < size; ++i) {
         Thread& t = threads[i];
-        t.stack.resize(1 << 14);
+        t.stack.resize(1 << 15);
         t.ended = false, t.arrivals[WARP] = t.arrivals[BLOCK] = 0;
         getcontext(&t.context);
         t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = t.stack.size();
@@ -119,6 +121,13 @@ static float from_bf16(uint16_t h) {
 
 static uint32_t half_pair(float low, float high) { return to_half(low) | uint32_t(to_half(high)) << 16; }
 static uint32_t bf16_pair(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
+
+static uint32_t half_products(uint32_t a, uint32_t b) {
+  return half_pair(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
+}
+static uint32_t bf16_products(uint32_t a, uint32_t b) {
+  return bf16_pair(from_bf16(a) * from_bf16(b), from_bf16(a >> 16) * from_bf16(b >> 16));
+}
 
 // What thread `from` of the block gives, of the same warp.
 template <class V> V exchange(V v, unsigned from) {
@@ -179,6 +188,10 @@ static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selecto
   for (int i = 0; i < 4; ++i) r |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return r;
 }
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return (uint64_t(high) << 32 | low) >> bits;
+}
+static inline size_t __cvta_generic_to_shared(const void* p) { return (const char*)p - host::shared; }
 static inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __uint_as_float(unsigned bits) {

@@ -1,4 +1,5 @@
-"""Kernels that ``layers.launch`` launches, compiled for the CPU, so that they can be tested without a GPU."""
+"""Kernels of ours, compiled for the CPU, so that they can be tested without a GPU: those that ``layers.launch``
+launches, and ``w4a16_small.cu`` as it is below compute capability 9.0."""
 
 import ctypes
 import re
@@ -27,6 +28,33 @@ INSTRUCTIONS = {
     'asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(r) : "l"(counter), "r"(last) : "memory");': (
         "r = atomicInc(counter, last);"
     ),
+    # w4a16_small.cu and w4a16_common.cuh
+    "extern __shared__ __align__(1024) char smem[];": "char *const smem = host::shared;",
+    'asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));': "d = host::half_products(a, b);",
+    'asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));': (
+        "d = host::bf16_products(a, b);"
+    ),
+    r'asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(d) : "r"(v));': (
+        "d = (v & 0xFFFF) * 0x10001;"
+    ),
+    r'asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(d) : "r"(v));': (
+        "d = (v >> 16) * 0x10001;"
+    ),
+    """asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));""": (
+        "host::multiply<HALF ? host::from_half : host::from_bf16>(*(float (*)[4])c, {a[0], a[1], a[2], a[3], b0, b1});"
+    ),
+    """asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");""": (
+        "memset(host::shared + to, 0, 16), memcpy(host::shared + to, from, bytes);"
+    ),
+    'asm volatile("cp.async.commit_group;" ::: "memory");': "",
+    'asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");': "",
+    'asm volatile("cp.async.wait_all;" ::: "memory");': "",
+    'asm volatile("prefetch.global.L2 [%0];" ::"l"(from));': "",
+    'asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");': "__syncthreads();",
+    'asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(ready), "r"(1) : "memory");': "*ready = 1;",
+    'do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(ready) : "memory");': "do v = *ready;",
 }
 
 
@@ -48,8 +76,12 @@ class HostKernels:
         params: bytes,
         options: tuple[str, ...] = (),
     ) -> None:
-        assert index == -1 and threads % 32 == 0 and 0 < threads <= 1024
-        library = self._library(*layers.program(name, dtype, (8, 0), options))
+        assert index == -1
+        self.run(name, layers.program(name, dtype, (8, 0), options), grid, threads, params)
+
+    def run(self, name: str, program: layers.Program, grid: tuple[int, int], threads: int, params: bytes) -> None:
+        assert threads % 32 == 0 and 0 < threads <= 1024
+        library = self._library(*program)
         assert len(params) == library[f"{name}_size"](), f"{name}: the parameters are not laid out as the compiler does"
         self.launched.append((name, grid, threads))
         library[f"{name}_run"](params, *grid, threads)

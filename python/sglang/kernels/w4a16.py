@@ -179,8 +179,10 @@ class _SmallParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("w", "x", "y", "scale", "bias")),
         ("x_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "k_units", "row_blocks", "stages", "tiles", "granule")),
-        *((name, ctypes.c_void_p) for name in ("partial", "ready")),
-        ("padding", ctypes.c_char * 32),  # to a multiple of 64 bytes, the alignment of a tensor map
+        *((name, ctypes.c_void_p) for name in ("partial", "ready", "residual", "norm_weight", "squares", "x_squares")),
+        ("x_eps", ctypes.c_float),
+        ("gate_blocks", ctypes.c_int),
+        ("padding", ctypes.c_char * 56),  # to a multiple of 64 bytes, the alignment of a tensor map
     ]
 
 
@@ -201,6 +203,34 @@ class _DequantizeParams(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """What ``w4a16_small.cu`` computes besides x W^T, see there. Where it is not None
+
+    Attributes:
+        gate: y is [M, N / 2], N a multiple of 32.
+        residual: [M, N] contiguous, N a multiple of 32; becomes the sum with the product.
+        norm_weight: [N], with ``residual``.
+        squares: float32 [M, N / 32], written with ``residual``.
+        x_squares: float32 [M, K / 32] contiguous.
+        x_eps: added to their mean.
+    """
+
+    gate: bool = False
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+    x_squares: torch.Tensor | None = None
+    x_eps: float = 0.0
+
+    def values(self, row_blocks: int) -> Extras:
+        addresses = map(_address, (self.residual, self.norm_weight, self.squares, self.x_squares))
+        return (*addresses, self.x_eps, row_blocks // 2 if self.gate else 0)
+
+
+PLAIN = Fusion()
+
+
 def gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -209,6 +239,7 @@ def gemm(
     parts: Sequence[tuple[int, float]],
     y: torch.Tensor,
     tiling: Way,
+    fusion: Fusion = PLAIN,
 ) -> None:
     """Write ``x W^T * scale + bias`` into ``y``: sums in float32, rounded once (with cuBLAS and a bias perhaps twice).
 
@@ -220,14 +251,18 @@ def gemm(
         parts: rows of neighbouring parts of the weight, and their scale, which ``scale`` repeats.
         y: [M, N] of x's dtype, contiguous, 16-byte aligned.
         tiling: how; None for cuBLAS on a dequantised copy.
+        fusion: what a small tiling computes besides.
     """
-    (m, k), n, index = x.shape, y.shape[1], x.device.index
+    (m, k), n, index = x.shape, scale.shape[0], x.device.index
     stream = torch.cuda.current_stream(x.device).cuda_stream
     memory = weight.data_ptr(), weight.shape[0], weight.shape[1], scale.data_ptr(), _address(bias)
     stride = x.stride(0) if m > 1 else k
     if isinstance(tiling, SmallTiling):
-        _small(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k)()
-    elif isinstance(tiling, WideTiling):
+        extras = fusion.values(weight.shape[0])
+        _small(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k, extras)()
+        return
+    assert fusion is PLAIN, "only small tilings do more than multiply"
+    if isinstance(tiling, WideTiling):
         _wide(tiling, x.dtype, index, stream, memory, x.data_ptr(), stride, y.data_ptr(), m, n, k)()
     else:
         _scratch(x, weight, bias, parts, y)
@@ -238,6 +273,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 Memory = tuple[int, int, int, int, "int | None"]  # packed weight, its first two sizes, scale, bias
+Extras = tuple["int | float | None", ...]  # the last fields of _SmallParams
 
 
 # Cached: a launch depends on nothing but addresses and sizes, of which a server sees few.
@@ -254,19 +290,21 @@ def _small(
     m: int,
     n: int,
     k: int,
+    extras: Extras,
 ) -> Launch:
     where = device(index)
     weight, blocks, k_units, scale, bias = memory
     columns, units, tiles = 8 * tiling.nb, tiling.stage_units, tiling.tiles(n)
     w_map = x_map = TensorMap()
     if where.capability >= (9, 0):
-        w_map = _weight_map(weight, blocks, k_units, (tiling.rows // ROWS, units))
+        box = tiling.rows // ROWS // (2 if extras[-1] else 1)  # gates and what they are for are copied each by itself
+        w_map = _weight_map(weight, blocks, k_units, (box, units))
         x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, columns, 2 * units), True)
     stages = -(-k_units // units)
     granule = 1 if tiling.cut and m <= columns else stages
     params = _SmallParams(
         w_map, x_map, weight, x, y, scale, bias, x_stride, m, n, k, k_units, blocks, stages, tiles, granule,
-        where.scratch.data_ptr(), where.ready.data_ptr(),
+        where.scratch.data_ptr(), where.ready.data_ptr(), *extras,
     )  # fmt: skip
     kernel = _kernel_of(tiling, dtype, index)
     grid = (min(tiling.blocks * where.processors, tiles * stages // granule), -(-m // columns))

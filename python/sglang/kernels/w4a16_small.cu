@@ -14,6 +14,11 @@
 // the block that has a tile's first stages adds what the blocks with later ranges leave in `partial`, in order. Those
 // have lower numbers, so it never waits for a block that may not have started.
 //
+// What surrounds a product in a transformer can be part of it, rounded where the kernels of layers.cu round:
+//   gate_blocks: half of a tile's rows are gates and half what they are for; Y [M, N / 2] = silu(gate) * the other.
+//   residual: the product is added to it; Y is the sum times norm_weight, and `squares` has what is still to be divided
+//     by, the root of the mean of the sum's squares. x_squares: X is such a Y, which the product is divided for.
+//
 // Macros: HALF (fp16, else bf16), NB (8 NB rows of X at most), RB, WN, WK, U (units of a warp in a stage), STAGES,
 // MINB (blocks per multiprocessor), CUT.
 #define ROWS (16 * RB * WN)
@@ -48,6 +53,12 @@ struct Params {
   int tiles, granule; // `stages`, or with CUT 1
   float *partial;     // [blocks][COLS * ROWS]
   int *ready;         // [blocks], zero before and after
+  u16 *residual;          // [M, N] or null; becomes the sum
+  const u16 *norm_weight; // [N]
+  float *squares;         // [M, N / 32], of 32 columns each; N is a multiple of 32
+  const float *x_squares; // [M, K / 32] or null
+  float x_eps;            // added to the mean
+  int gate_blocks;        // of 16 rows, with as many behind them; or 0
 };
 
 __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
@@ -71,6 +82,16 @@ __device__ __forceinline__ void take(int *ready) {
   *ready = 0;
 }
 
+__device__ __forceinline__ void fetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+__device__ __forceinline__ float rounded(float v) { return from_input(to_output(v)); }
+
+__device__ __forceinline__ float warp_sum(float v) { // the same bits in every lane
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+
 struct Place { // of a stage in the work of a block
   int tile, stage;
   __device__ __forceinline__ void advance(int stages) {
@@ -91,6 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int wk = warp % WK, wn = warp / WK;
   float *const red = (float *)(smem + CONTROL + STAGES * STAGE);
+  float *const x_scale = (float *)(smem + CONTROL / 2); // [COLS], behind the barriers
+  const int width = p.gate_blocks ? ROWS / 2 : ROWS;    // columns of Y that a tile gives
+  const int columns = p.gate_blocks ? p.n / 2 : p.n;    // of Y
 
 #if BULK
   const u32 full = base, empty = base + 8 * STAGES;
@@ -109,8 +133,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
       Place at = start;
       auto load_w = [&](int j) {
         const int s = j % STAGES;
+        const u32 to = ring + s * STAGE + STAGE_X;
         expect(full + 8 * s, STAGE_X + STAGE_W);
-        tensor_copy(ring + s * STAGE + STAGE_X, &p.w_map, at.stage * STAGE_UNITS, at.tile * (RB * WN), full + 8 * s);
+        if (p.gate_blocks) { // the map's box is half as high
+          tensor_copy(to, &p.w_map, at.stage * STAGE_UNITS, at.tile * (RB * WN / 2), full + 8 * s);
+          tensor_copy(to + STAGE_W / 2, &p.w_map, at.stage * STAGE_UNITS, p.gate_blocks + at.tile * (RB * WN / 2), full + 8 * s);
+        } else
+          tensor_copy(to, &p.w_map, at.stage * STAGE_UNITS, at.tile * (RB * WN), full + 8 * s);
       };
       auto load_x = [&](int j) {
         const int s = j % STAGES;
@@ -129,6 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
     }
     return;
   }
+  // What the end of the first tile reads and no kernel writes.
+  if (const int n = start.tile * width + tid; tid < width && n < columns) {
+    fetch(p.scale + n);
+    if (p.gate_blocks) fetch(p.scale + columns + n);
+    if (p.residual) fetch(p.norm_weight + n);
+  }
   wait_for_previous_kernel();
 #else
   const u16 *const x = p.x + (long long)blockIdx.y * COLS * p.x_stride;
@@ -139,7 +174,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
       const int units = min(STAGE_UNITS, p.k_units - issued.stage * STAGE_UNITS);
       for (int i = tid; i < STAGE_W / 16; i += THREADS) {
         const int piece = i / (STAGE_UNITS * (UNIT / 16)), c = i % (STAGE_UNITS * (UNIT / 16));
-        const int row_block = min(issued.tile * (RB * WN) + piece, p.row_blocks - 1);
+        const int in_gates = issued.tile * (RB * WN / 2) + piece;
+        const int from = !p.gate_blocks          ? issued.tile * (RB * WN) + piece
+                         : piece < RB * WN / 2 ? in_gates
+                                                 : in_gates - RB * WN / 2 + p.gate_blocks;
+        const int row_block = min(from, p.row_blocks - 1);
         if (c < units * (UNIT / 16)) copy16(to + STAGE_X + i * 16, p.w + ((long long)row_block * p.k_units + issued.stage * STAGE_UNITS) * UNIT + c * 16, 16);
       }
       for (int i = tid; i < m * (STAGE_K / 8); i += THREADS) {
@@ -152,6 +191,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
   };
   for (int j = 0; j < STAGES - 1; ++j) issue(j);
 #endif
+  if (p.x_squares) // read behind the barrier at the first tile's end
+    for (int row = warp; row < m; row += WN * WK) {
+      const float *const squares = p.x_squares + (long long)(blockIdx.y * COLS + row) * (p.k / 32);
+      float sum = 0.f;
+      for (int i = lane; i < p.k / 32; i += 32) sum += __ldcg(squares + i);
+      sum = warp_sum(sum);
+      if (lane == 0) x_scale[row] = rsqrtf(sum / p.k + p.x_eps);
+    }
 
   float acc[RB][NB][4];
 #pragma unroll
@@ -238,22 +285,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
       for (; begin(end) < (tile + 1) * p.stages; ++end)
         if (tid == 0) take(p.ready + end);
     consumers_sync();
-    for (int e = tid; e < m * ROWS; e += CONSUMERS) {
+    auto sum = [&](int row, int place) { // of x and of weights in the tile; of all blocks, where not `later`
       float v = 0.f;
 #pragma unroll
-      for (int i = 0; i < WK; ++i) v += mine[(i * COLS + e / ROWS) * RED_PITCH + e % ROWS];
-      if (later) {
-        __stcg(p.partial + range * (COLS * ROWS) + e, v);
-        continue;
+      for (int i = 0; i < WK; ++i) v += mine[(i * COLS + row) * RED_PITCH + place];
+      for (int r = range + 1; r < end; ++r) v += __ldcg(p.partial + r * (COLS * ROWS) + row * ROWS + place);
+      return v;
+    };
+    if (later)
+      for (int e = tid; e < m * ROWS; e += CONSUMERS) __stcg(p.partial + range * (COLS * ROWS) + e, sum(e / ROWS, e % ROWS));
+    else
+      for (int e = tid; e < m * width; e += CONSUMERS) {
+        const int row = p.gate_blocks ? e / (ROWS / 2) : e / ROWS, place = e - row * width, n = tile * width + place;
+        if (n >= columns) continue;
+        const long long y_row = blockIdx.y * COLS + row, to = y_row * columns + n;
+        const float residual = p.residual ? from_input(p.residual[to]) : 0.f;
+        const float factor = 128.f * (p.x_squares ? x_scale[row] : 1.f);
+        auto product = [&](float v, int at) {
+          v *= factor * p.scale[at];
+          return p.bias ? v + from_input(p.bias[at]) : v;
+        };
+        float v = product(sum(row, place), n);
+        if (p.gate_blocks) {
+          v = rounded(v);
+          v = rounded(v / (1.f + expf(-v))) * rounded(product(sum(row, ROWS / 2 + place), columns + n));
+        }
+        if (p.residual) { // a warp has 32 neighbouring columns of a row
+          v = rounded(rounded(v) + residual);
+          p.residual[to] = to_output(v);
+          const float square = warp_sum(v * v);
+          if (lane == 0) p.squares[y_row * (columns / 32) + n / 32] = square;
+          v *= from_input(p.norm_weight[n]);
+        }
+        p.y[to] = to_output(v);
       }
-      for (int r = range + 1; r < end; ++r) v += __ldcg(p.partial + r * (COLS * ROWS) + e);
-      const int n = tile * ROWS + e % ROWS;
-      if (n < p.n) {
-        v = v * 128.f * p.scale[n];
-        if (p.bias) v += from_input(p.bias[n]);
-        p.y[((long long)blockIdx.y * COLS + e / ROWS) * p.n + n] = to_output(v);
-      }
-    }
     if (RED_BUFFERS == 1 || later) consumers_sync();
     if (later && tid == 0) give(p.ready + range);
     buffer ^= RED_BUFFERS - 1;

@@ -14,6 +14,9 @@ from torch import nn
 
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows, UnscaledRows, count_of
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.operators import operators_for
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig, register_weight
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
@@ -166,9 +169,20 @@ class LinearBase(nn.Module):
             param.data.narrow(output_dim, part.offset, part.size).copy_(source)
             row += part.total_size
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., K of this rank] to [..., N of this rank]."""
-        return self.quant_method.apply(self, x, self.bias)
+    def forward(self, x: Rows) -> torch.Tensor:
+        """``x`` [..., K of this rank] to [..., N of this rank]; unscaled rows where :meth:`fuses` says so."""
+        return self._product(x, self.bias)
+
+    def _product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return self.quant_method.apply(self, x, bias)
+        y = self.quant_method.apply_fused(self, x, bias)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    def fuses(self, step: Fusable, rows: int) -> bool:
+        """Whether ``step`` can be had together with a product of ``rows`` rows."""
+        return self.quant_method.fuses(self, step, rows)
 
     def extra_repr(self) -> str:
         return f"in={self.input_size_per_partition}, out={self.output_partition_sizes}, method={self.quant_method}"
@@ -253,6 +267,15 @@ class MergedColumnParallelLinear(LinearBase):
             tp=tp,
         )
 
+    def silu_and_mul(self, x: Rows) -> torch.Tensor:
+        """``silu(gate) * up`` [..., N / 2] of this layer's two outputs."""
+        if (isinstance(x, UnscaledRows) or x.dim() == 2) and self.fuses(Fusable.SILU_AND_MUL, count_of(x)):
+            y = self.quant_method.apply_fused(self, x, self.bias, silu_and_mul=True)
+            assert isinstance(y, torch.Tensor)
+            return y
+        y = self(x)
+        return operators_for(y.device.type).silu_and_mul(y)
+
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """One matrix, sharded by rows."""
@@ -321,6 +344,22 @@ class RowParallelLinear(ReplicatedLinear):
 
     shards_input = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(self.quant_method.apply(self, x, bias))
+    def forward(self, x: Rows) -> torch.Tensor:
+        return self.tp.all_reduce(self._product(x, self.bias if self.tp.rank == 0 else None))
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, reader: LinearBase | None
+    ) -> tuple[Rows, torch.Tensor]:
+        """(norm(self(x) + residual), self(x) + residual), either maybe in the memory of ``residual``.
+
+        Args:
+            residual: [T, N].
+            reader: the only layer that reads the first result, which is unscaled if both can do that.
+        """
+        rows = x.shape[0]
+        fuses = reader is not None and reader.fuses(Fusable.UNSCALED_INPUT, rows)
+        if fuses and self.tp.size == 1 and self.fuses(Fusable.ADD_RMS_NORM, rows) and residual.is_contiguous():
+            step = AddRMSNorm(residual, norm.weight, norm.variance_epsilon)
+            return self.quant_method.apply_fused(self, x, self.bias, add_rms_norm=step), residual
+        x, residual = norm(self(x), residual)
+        return x, residual

@@ -11,6 +11,7 @@ from torch import nn
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.constant_linear import Bf16Linear, ConstantLinear, as_bf16
+from sglang.srt.layers.fusion import Rows
 from sglang.srt.layers.linear import LinearBase, Part, match_dtype
 from sglang.srt.layers.operators import operators_for
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
@@ -160,7 +161,7 @@ class ParallelLMHead(LinearBase):
         if type(self.quant_method) is UnquantizedLinearMethod:
             self.quant_method = UnquantizedLinearMethod(float32_output=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """``x`` [rows, embedding_dim] to logits of the whole vocabulary [rows, vocabulary]: float32, unless the head is
         quantised."""
-        return self.shard.gather_logits(self.quant_method.apply(self, x), self.tp)
+        return self.shard.gather_logits(self._product(x, None), self.tp)

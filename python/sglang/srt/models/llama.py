@@ -10,9 +10,10 @@ from torch import nn
 
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.attention.base_attn_backend import Rotary
+from sglang.srt.layers.fusion import Rows
 from sglang.srt.layers.layernorm import RMSNorm, norm_heads
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import compute_logits
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -55,8 +56,12 @@ def _bias(switch: bool | None, config: PretrainedConfig, name: str) -> bool:
     return bool(getattr(config, name, False)) if switch is None else switch
 
 
+# The norm behind a sum of the residual stream, and the layer that reads it; None: it is not a linear layer's alone.
+Reader = tuple[RMSNorm, LinearBase | None]
+
+
 class LlamaMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), added to the residual stream and normalised for whoever comes next."""
 
     def __init__(
         self,
@@ -77,15 +82,13 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             intermediate, hidden, bias, quant_config=quant_config, prefix=f"{prefix}.down_proj", tp=tp
         )
-        self.act_fn = SiluAndMul()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
-        return out
+    def forward(self, x: Rows, residual: torch.Tensor, then: Reader) -> tuple[Rows, torch.Tensor]:
+        return self.down_proj.add_rms_norm(self.gate_up_proj.silu_and_mul(x), residual, *then)
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, added to the residual stream and normalised."""
 
     def __init__(
         self,
@@ -135,14 +138,13 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        self, x: Rows, residual: torch.Tensor, rotary: Rotary, forward_batch: ForwardBatch, then: Reader
+    ) -> tuple[Rows, torch.Tensor]:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = norm_heads(q, k, self.q_norm, self.k_norm)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, forward_batch, rotary))
-        return out
+        return self.o_proj.add_rms_norm(self.attn(q, k, v, forward_batch, rotary), residual, *then)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -165,20 +167,17 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        x: Rows,
+        residual: torch.Tensor,
+        rotary: Rotary,
         forward_batch: ForwardBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output is the sum of what is returned: the next norm adds it."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, rotary, forward_batch)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        then: Reader,
+    ) -> tuple[Rows, torch.Tensor]:
+        """From the residual stream and its norm ``x`` to the stream behind this layer and what ``then`` makes of it."""
+        between: Reader = (self.post_attention_layernorm, self.mlp.gate_up_proj)
+        x, residual = self.self_attn(x, residual, rotary, forward_batch, between)
+        x, residual = self.mlp(x, residual, then)
+        return x, residual
 
 
 class LlamaModel(nn.Module):
@@ -200,22 +199,27 @@ class LlamaModel(nn.Module):
             tp=tp,
             is_head=config.tie_word_embeddings,
         )
-        self.layers = nn.ModuleList(
+        layers = [
             LlamaDecoderLayer(config, switches, layer_id, quant_config, f"{prefix}.layers.{layer_id}", tp)
             for layer_id in range(config.num_hidden_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In a plain list, they are not modules of the model once more.
+        self._readers: list[Reader] = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in layers]
+        self._readers.append((self.norm, None))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary_emb = get_rope(config, head_dim)
 
     def forward(self, forward_batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size] of the batch's new tokens."""
-        hidden_states: torch.Tensor = self.embed_tokens(forward_batch.input_ids)
-        rotary = self.rotary_emb(forward_batch.positions, hidden_states.dtype)
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, residual, rotary, forward_batch)
-        return hidden_states if residual is None else self.norm(hidden_states, residual)[0]
+        residual: torch.Tensor = self.embed_tokens(forward_batch.input_ids)
+        rotary = self.rotary_emb(forward_batch.positions, residual.dtype)
+        x: Rows = self._readers[0][0](residual)
+        for layer, then in zip(self.layers, self._readers[1:], strict=True):
+            x, residual = layer(x, residual, rotary, forward_batch, then)
+        assert isinstance(x, torch.Tensor)  # the last norm has no linear layer as its only reader
+        return x
 
 
 class LlamaForCausalLM(nn.Module):

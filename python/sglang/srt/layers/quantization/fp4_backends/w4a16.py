@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from sglang.kernels import w4a16
 from sglang.kernels.w4a16_layout import pack
+from sglang.kernels.w4a16_tilings import SmallTiling
+from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, Rows, UnscaledRows
 from sglang.srt.layers.quantization.fp4_target import Target, at_least
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
@@ -39,12 +41,13 @@ VARIANTS = 4  # ways worth timing for a number of rows; the model of their times
 @dataclass
 class W4A16Weight(PreparedWeight):
     """``packed`` uint8 [N / 16, K / 128, 1152] (``w4a16_layout``), ``scale`` float32 [N]; ``sizes`` and ``scales`` are
-    the rows and global scales of the parts that ``scale`` repeats."""
+    the rows and global scales of the parts that ``scale`` repeats; ``in_features``: K."""
 
     packed: torch.Tensor
     scale: torch.Tensor
     sizes: tuple[int, ...]
     scales: tuple[float, ...]
+    in_features: int
 
 
 @cache
@@ -71,10 +74,25 @@ def _gemm(
     scales: Sequence[float],
     rank: int,
 ) -> torch.Tensor:
+    y = x.new_empty(x.shape[0], scale.shape[0])
+    _write(x, weight, scale, bias, sizes, scales, rank, y, w4a16.PLAIN)
+    return y
+
+
+def _write(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: Sequence[int],
+    scales: Sequence[float],
+    rank: int,
+    y: torch.Tensor,
+    fusion: w4a16.Fusion,
+) -> None:
     (m, k), n = x.shape, scale.shape[0]
-    y = x.new_empty(m, n)
     if m == 0:
-        return y
+        return
     if x.stride(1) != 1 or x.data_ptr() % 16 or (m > 1 and x.stride(0) % 8):
         x = x.clone(memory_format=torch.contiguous_format)
     if bias is not None:
@@ -82,8 +100,7 @@ def _gemm(
     index = x.device.index
     with torch.cuda.device(index) if torch.cuda.current_device() != index else nullcontext():
         way = w4a16.device(index).choose(m, n, k, rank)
-        w4a16.gemm(x, weight, scale, bias, tuple(zip(sizes, scales, strict=True)), y, way)
-    return y
+        w4a16.gemm(x, weight, scale, bias, tuple(zip(sizes, scales, strict=True)), y, way, fusion)
 
 
 def _shape_of_gemm(
@@ -160,7 +177,7 @@ class W4A16Backend(Fp4GemmBackend):
         w4a16.prepare(weight.dtype, 0 if index is None else index)
         packed = pack(weight.packed, weight.scale, weight.dtype)
         scales = tuple(weight.global_scales.tolist())
-        return W4A16Weight(self.name, packed, weight.column_scale(), weight.part_sizes, scales)
+        return W4A16Weight(self.name, packed, weight.column_scale(), weight.part_sizes, scales, weight.in_features)
 
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         weight.check_owner(self)
@@ -169,3 +186,32 @@ class W4A16Backend(Fp4GemmBackend):
             x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank
         )
         return y
+
+    def fuses(self, weight: PreparedWeight, step: Fusable, rows: int) -> bool:
+        assert isinstance(weight, W4A16Weight)
+        n, device = weight.scale.shape[0], w4a16.device(weight.packed.device.index)
+        if n % SUMMED or not isinstance(device.choose(rows, n, weight.in_features, self.rank), SmallTiling):
+            return False
+        return step is not Fusable.SILU_AND_MUL or (len(weight.sizes) == 2 and weight.sizes[0] == weight.sizes[1])
+
+    def apply_fused(
+        self,
+        x: Rows,
+        weight: PreparedWeight,
+        bias: torch.Tensor | None,
+        silu_and_mul: bool = False,
+        add_rms_norm: AddRMSNorm | None = None,
+    ) -> Rows:
+        weight.check_owner(self)
+        assert isinstance(weight, W4A16Weight)
+        n, add = weight.scale.shape[0], add_rms_norm
+        values, squares, eps = (x.values, x.squares, x.eps) if isinstance(x, UnscaledRows) else (x, None, 0.0)
+        m = values.shape[0]
+        y = values.new_empty(m, n // 2 if silu_and_mul else n)
+        result = None
+        fusion = w4a16.Fusion(silu_and_mul, x_squares=squares, x_eps=eps)
+        if add is not None:
+            result = UnscaledRows(y, torch.empty(m, n // SUMMED, dtype=torch.float32, device=y.device), add.eps)
+            fusion = replace(fusion, residual=add.residual, norm_weight=add.weight, squares=result.squares)
+        _write(values, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank, y, fusion)
+        return result or y

@@ -1,0 +1,203 @@
+"""What ``w4a16_small.cu`` computes around a product, against the operators that do it one by one: on a GPU, and
+compiled for the CPU."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from host_cuda import COMPILER, HostKernels
+
+from sglang.kernels import layers, w4a16
+from sglang.kernels.w4a16_layout import pack
+from sglang.kernels.w4a16_tilings import SMALL, SMALL_ELSEWHERE, SmallTiling
+from sglang.srt.layers.cuda_operators import CudaOperators
+from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, UnscaledRows
+from sglang.srt.layers.quantization.fp4_backends import w4a16 as w4a16_backend
+from sglang.srt.layers.quantization.fp4_backends.w4a16 import W4A16Backend, W4A16Weight
+from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4Weight
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EPS = 1e-5
+NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
+ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
+HOST = w4a16.Device(0, (8, 0), 3, ((1, 3),), torch.empty(1 << 22, dtype=torch.uint8), torch.zeros(6, dtype=torch.int32))
+# One of each number of columns, row blocks that are odd and even for a warp, and tiles that blocks share.
+ON_HOST_TILINGS = (SMALL[0], SMALL[3], SMALL[4], SMALL[5], SMALL[8], SMALL_ELSEWHERE[0])
+
+
+@pytest.fixture(scope="module")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
+
+
+@pytest.fixture(params=[ON_HOST, ON_GPU])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """On the host, whatever ``w4a16`` and ``layers`` launch runs there, on a device of three multiprocessors."""
+    if request.param == "cpu":
+        host: HostKernels = request.getfixturevalue("host_kernels")
+
+        def kernel_of(tiling: SmallTiling, dtype: torch.dtype, index: int | None) -> SimpleNamespace:
+            program, threads = w4a16.program(tiling, dtype, HOST.capability), tiling.threads(HOST.capability)
+
+            def launch(grid: tuple[int, int], shared: int, stream: int, params: object) -> object:
+                return lambda: host.run("w4a16_gemm", program, grid, threads, bytes(params))  # type: ignore[call-overload]
+
+            return SimpleNamespace(launch=launch)
+
+        monkeypatch.setattr(layers, "launch", host.launch)
+        monkeypatch.setattr(w4a16, "device", lambda index: HOST)
+        monkeypatch.setattr(w4a16, "_kernel_of", kernel_of)
+        monkeypatch.setattr(w4a16, "prepare", lambda dtype, index: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        w4a16._small.cache_clear()
+    yield request.param
+    assert not w4a16.device(0).ready.any()
+    w4a16._small.cache_clear()
+
+
+class Product:
+    """An NVFP4 weight and inputs for it."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.n, self.k, self.dtype, self.device = n, k, dtype, device
+        packed = torch.randint(0, 256, (n, k // 2), generator=self.generator, dtype=torch.uint8)
+        scale = torch.randint(0x20, 0x48, (n, k // 16), generator=self.generator, dtype=torch.uint8)
+        self.packed = pack(packed.to(device), scale.view(torch.float8_e4m3fn).to(device), dtype)
+        self.columns = self.random(n).abs().float() * k**-0.5 / 4
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator).to(self.device, self.dtype)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        tiling: SmallTiling,
+        fusion: w4a16.Fusion = w4a16.PLAIN,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        n = self.n // 2 if fusion.gate else self.n
+        y = torch.full((x.shape[0], n), torch.nan, dtype=self.dtype, device=self.device)
+        w4a16.gemm(x, self.packed, self.columns, bias, [(self.n, 1.0)], y, tiling, fusion)
+        return y
+
+
+def tilings(device: str) -> tuple[SmallTiling, ...]:
+    if device == "cpu":
+        return ON_HOST_TILINGS
+    return tuple(way for way in w4a16.tilings(torch.cuda.get_device_capability()) if isinstance(way, SmallTiling))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_the_gate_has_the_bits_of_the_operator(device: str, dtype: torch.dtype) -> None:
+    for tiling in tilings(device):
+        most = 8 * tiling.nb
+        # A tile that both halves end in, and one that the gates end before.
+        for n, k, m in ((160, 192, 1), (352, 320, most), (64, 1088, most + 1)):
+            product = Product(n, k, dtype, device)
+            for bias in (None, product.random(n)):
+                x = product.random(m, k)
+                wanted = CudaOperators().silu_and_mul(product.run(x, tiling, bias=bias))
+                assert torch.equal(product.run(x, tiling, w4a16.Fusion(gate=True), bias), wanted), (tiling, n, k, m)
+
+
+def test_sums_and_norms_follow_a_product(device: str) -> None:
+    for tiling in tilings(device):
+        for n, k, m in ((96, 192, 1), (352, 320, 8 * tiling.nb), (64, 1088, 8 * tiling.nb + 1)):
+            product = Product(n, k, BF16, device)
+            x, weight, residual = product.random(m, k), product.random(n), product.random(m, n)
+            bias = product.random(n) if m > 1 else None
+            total = product.run(x, tiling, bias=bias) + residual
+            squares = torch.full((m, n // SUMMED), torch.nan, device=device)
+            fusion = w4a16.Fusion(residual=residual, norm_weight=weight, squares=squares)
+            y = product.run(x, tiling, fusion, bias)
+            assert torch.equal(residual, total)
+            assert torch.equal(y, total * weight)
+            torch.testing.assert_close(squares, total.float().square().view(m, -1, SUMMED).sum(-1), rtol=1e-5, atol=0)
+
+
+def test_a_product_is_divided_where_its_input_is_not(device: str) -> None:
+    for tiling in tilings(device):
+        for n, k, m in ((96, 192, 1), (352, 320, 8 * tiling.nb), (64, 1088, 8 * tiling.nb + 1)):
+            product = Product(n, k, BF16, device)
+            total, bias = product.random(m, k), product.random(n)
+            squares = total.float().square().view(m, -1, SUMMED).sum(-1)
+            rms = (squares.sum(-1, keepdim=True) / k + EPS).sqrt()
+            fusion = w4a16.Fusion(x_squares=squares, x_eps=EPS)
+            y = product.run(total, tiling, fusion, bias)
+            # The plain product is rounded once more.
+            plain = product.run(total, tiling).float() / rms + bias.float()
+            assert (y.float() - plain).norm() < 0.004 * plain.norm(), (tiling, n, k, m)
+            for power in (40, -40):  # of the first row: no other is harmed
+                factor = 2.0 ** (power * torch.eye(m, 1, device=device))
+                scaled = w4a16.Fusion(x_squares=squares * factor.square(), x_eps=0.0)
+                unscaled = w4a16.Fusion(x_squares=squares, x_eps=0.0)
+                x = (total.float() * factor).to(BF16)
+                assert torch.equal(product.run(x, tiling, scaled), product.run(total, tiling, unscaled))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17])
+def test_a_chain_of_layers(device: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the backend, as a model's layer uses it, beside the same steps one by one."""
+    hidden, inner = 576, 768
+    backend, operators = W4A16Backend(), CudaOperators()
+    generator = torch.Generator().manual_seed(1)
+
+    def linear(n: int, k: int, parts: int = 1) -> NvFp4Linear:
+        packed = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8).to(device)
+        scale = torch.randint(0x28, 0x40, (n, k // 16), generator=generator, dtype=torch.uint8).to(device)
+        scales = torch.tensor([0.2, 0.3], device=device)[:parts] * k**-0.5
+        sizes = (n // parts,) * parts
+        weight = NvFp4Weight(packed, scale.view(torch.float8_e4m3fn), scales, sizes, Activation.NONE, BF16)
+        return NvFp4Linear(weight, backend)
+
+    def apply(self: W4A16Backend, x: torch.Tensor, weight: W4A16Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return w4a16_backend._gemm(x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank)
+
+    if device == "cpu":
+        monkeypatch.setattr(W4A16Backend, "apply", apply)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    o_proj, gate_up, down, qkv = (
+        linear(hidden, 512),
+        linear(2 * inner, hidden, 2),
+        linear(hidden, inner),
+        linear(96, hidden),
+    )
+    attention = torch.randn(rows, 512, generator=generator).to(device, BF16)
+    residual = torch.randn(rows, hidden, generator=generator).to(device, BF16)
+    norms = [(1 + 0.1 * torch.randn(hidden, generator=generator)).to(device, BF16) for _ in range(2)]
+
+    x, between = operators.add_rms_norm(o_proj(attention), residual, norms[0], EPS)
+    x, after = operators.add_rms_norm(down(operators.silu_and_mul(gate_up(x))), between, norms[1], EPS)
+    wanted = qkv(x)
+
+    assert all(layer.fuses(Fusable.ADD_RMS_NORM, rows) for layer in (o_proj, down))
+    assert gate_up.fuses(Fusable.UNSCALED_INPUT, rows) and gate_up.fuses(Fusable.SILU_AND_MUL, rows)
+    assert qkv.fuses(Fusable.UNSCALED_INPUT, rows) and not qkv.fuses(Fusable.SILU_AND_MUL, rows)
+    stream = residual.clone()
+    rest = o_proj.fused(attention, None, add_rms_norm=AddRMSNorm(stream, norms[0], EPS))
+    assert isinstance(rest, UnscaledRows) and torch.equal(stream, between)
+    inner_values = gate_up.fused(rest, None, silu_and_mul=True)
+    rest = down.fused(inner_values, None, add_rms_norm=AddRMSNorm(stream, norms[1], EPS))
+    found = qkv.fused(rest, None)
+    assert isinstance(found, torch.Tensor) and found.shape == wanted.shape
+    for ours, theirs in ((stream, after), (found, wanted)):
+        assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+
+
+def test_what_can_be_fused(device: str) -> None:
+    def fuses(rows: int, n: int = 64, k: int = 64, dtype: torch.dtype = BF16, sizes: tuple[int, ...] = (32, 32)) -> str:
+        packed = torch.zeros(n, k // 2, dtype=torch.uint8, device=device)
+        scale = torch.zeros(n, k // 16, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.ones(len(sizes), device=device)
+        layer = NvFp4Linear(NvFp4Weight(packed, scale, scales, sizes, Activation.NONE, dtype), W4A16Backend())
+        return " ".join(step.name for step in Fusable if layer.fuses(step, rows))
+
+    everything = "UNSCALED_INPUT SILU_AND_MUL ADD_RMS_NORM"
+    assert fuses(1) == fuses(8) == everything
+    assert fuses(1, dtype=FP16) == "SILU_AND_MUL", "sums without the division are too large for float16"
+    assert fuses(1, sizes=(48, 16)) == fuses(1, sizes=(64,)) == "UNSCALED_INPUT ADD_RMS_NORM"
+    assert fuses(1, n=48, sizes=(24, 24)) == fuses(1000) == ""
+    assert fuses(1, k=48) == "", "the input is padded"
