@@ -92,7 +92,7 @@ def calls_of(operators: Operators, i: Inputs) -> dict[str, Call]:
         "norm_heads": lambda: operators.norm_heads(q, k, i.head_weight, i.head_weight, EPS),
         "silu_and_mul": lambda: operators.silu_and_mul(i.gate_up),
         "rotate_and_store": lambda: operators.rotate_and_store(q, k, v, *i.rotary, i.keys, i.values, i.ids),
-        "max": lambda: operators.max(i.logits),
+        "greedy": lambda: operators.greedy(i.logits),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmark" / "bench_layers.py"
 NAMES = ["embedding", "cos_sin", "rms_norm", "add_rms_norm", "norm_heads", "silu_and_mul"]
-NAMES += ["rotate_and_store", "max", "layer"]
+NAMES += ["rotate_and_store", "greedy", "layer"]
 
 
 def test_every_operator_is_measured(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from greedy_rows import special_rows, wanted_token
 
 from sglang.kernels import cpu_extension
 from sglang.srt.layers.cpu_operators import CpuOperators
@@ -114,20 +115,21 @@ def test_silu_of_extreme_values(operators: CpuOperators, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("rows", "n"), [(0, 5), (1, 1), (3, 7), (2, 33), (9, 49152)])
 @pytest.mark.parametrize("layout", ["contiguous", "wide", "columns"])
-def test_max(operators: CpuOperators, rows: int, n: int, layout: str) -> None:
+def test_greedy(operators: CpuOperators, rows: int, n: int, layout: str) -> None:
     x = rows_of((rows, n), layout, torch.float32).round(decimals=1)  # many equal values
-    if rows > 2:
-        x[1], x[2] = -torch.inf, 0.0
-        x[2, n // 2 :] = 3.0
-    values, ids = on_threads(lambda: operators.max(x))
+    values, ids = on_threads(lambda: operators.greedy(x))
     wanted = x.max(dim=1).values
     assert torch.equal(values, wanted) and values.dtype == torch.float32 and ids.dtype == torch.int64
     assert ids.tolist() == [row.index(best) for row, best in zip(x.tolist(), wanted.tolist(), strict=True)]
-    for place in {0, n // 2, n - 1} if rows else ():
-        bad = x.clone()
-        bad[-1, place] = torch.nan
-        values, _ = operators.max(bad)
-        assert values[-1].isnan() and torch.equal(values[:-1], wanted[:-1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 130, 9001])
+def test_greedy_codes(operators: CpuOperators, n: int) -> None:
+    x = special_rows(n)
+    for implementation in (operators, TORCH_OPERATORS):
+        values, ids = implementation.greedy(x)
+        torch.testing.assert_close(values, x.max(dim=1).values, rtol=0, atol=0, equal_nan=True)
+        assert ids.dtype == torch.int64 and ids.tolist() == list(map(wanted_token, x.tolist()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

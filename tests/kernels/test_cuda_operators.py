@@ -1,10 +1,10 @@
-"""Every operator of ``layers.cu`` and ``row_max.cu`` against torch's: on a GPU, and compiled for the CPU."""
+"""Every operator of ``layers.cu`` and ``greedy.cu`` against torch's: on a GPU, and compiled for the CPU."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from greedy_rows import special_rows, wanted_token
 from host_cuda import COMPILER, HostKernels
 
 from sglang.kernels import layers
@@ -31,9 +31,9 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 def device(request: pytest.FixtureRequest, host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.manual_seed(0)
     if request.param == "cpu":
-        plan = layers.RowMaxPlan(8, torch.empty(32, dtype=torch.int64), torch.zeros(16, dtype=torch.int32))
+        plan = layers.GreedyPlan(8, torch.empty(32, dtype=torch.int64), torch.zeros(16, dtype=torch.int32))
         monkeypatch.setattr(layers, "launch", host_kernels.launch)
-        monkeypatch.setattr(layers, "row_max_plan", lambda device: plan)
+        monkeypatch.setattr(layers, "greedy_plan", lambda device: plan)
     with torch.device(request.param):
         yield request.param
 
@@ -301,32 +301,31 @@ def test_embedding(ours: Counted, dtype: torch.dtype, size: int, n: int) -> None
     assert len(ours.kernels) == 6
 
 
-# -------------------------------------------------------------------------------------------------------- maximum
+# --------------------------------------------------------------------------------------------------- greedy choice
 @pytest.mark.parametrize(
     ("rows", "n"), [(0, 5), (1, 1), (3, 7), (2, 33), (1, 4097), (2, 128256), (17, 49152), (20, 5000), (3, 6001)]
 )
 @pytest.mark.parametrize("layout", ["contiguous", "wide", "odd"])
-def test_max(ours: Counted, rows: int, n: int, layout: str) -> None:
+def test_greedy(ours: Counted, rows: int, n: int, layout: str) -> None:
     x = rows_of((rows, n), layout, torch.float32).round(decimals=1)  # many equal values
     if layout != "contiguous":
         x = torch.nn.functional.pad(x, (4, 9) if layout == "wide" else (3, 8))[:, 4 if layout == "wide" else 3 :][:, :n]
-    if rows > 2:
-        x[1], x[2] = -torch.inf, 0.0
-        x[2, n // 2 :] = 3.0
-        x[0] = -0.0
-        x[0, n // 2 :] = 0.0  # equals the -0 before
-    values, ids = ours.max(x)
+    values, ids = ours.greedy(x)
     wanted = x.max(dim=1).values
     assert torch.equal(values, wanted) and values.dtype == torch.float32 and ids.dtype == torch.int64
     first = torch.arange(n).expand(rows, n).masked_fill(x != wanted.unsqueeze(1), n).amin(dim=1)
     assert torch.equal(ids, first)
-    for place in {0, n // 2, n - 1} if rows else ():
-        bad = x.clone()
-        bad[-1, place] = torch.nan if place else -math.nan
-        values, _ = ours.max(bad)
-        assert values[-1].isnan() and torch.equal(values[:-1], wanted[:-1])
-    assert ours.kernels == ["row_max"] * len(ours.kernels) and (ours.kernels or not rows)
-    assert not layers.row_max_plan(x.device).arrived.any()
+    assert ours.kernels == ["greedy"] * bool(rows)
+    assert not layers.greedy_plan(x.device).arrived.any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 130, 9001])
+def test_greedy_codes(ours: Counted, n: int) -> None:
+    x = special_rows(n)
+    values, ids = ours.greedy(x)
+    torch.testing.assert_close(values, x.max(dim=1).values, rtol=0, atol=0, equal_nan=True)
+    assert ids.tolist() == list(map(wanted_token, x.tolist()))
+    assert ours.kernels == ["greedy"]
 
 
 @pytest.mark.parametrize("why", ["type", "order of values", "distance of values"])

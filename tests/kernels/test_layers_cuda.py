@@ -73,7 +73,7 @@ class Layers:
             x = down_proj(operators.silu_and_mul(gate_up_proj(x)))
             x, residual = operators.add_rms_norm(x, residual, self.norms[2 * i + 2], 1e-5)
         logits = torch.mm(x, self.head.T, out_dtype=torch.float32)
-        return x, logits, *operators.max(logits)
+        return x, logits, *operators.greedy(logits)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_graph_replays_them_with_other_inputs(model: Layers, batch: int, monke
     for _ in range(200):  # back to back
         graph.replay()
     assert all(map(torch.equal, results, alone[-1]))
-    assert not layers.row_max_plan(torch.device("cuda", 0)).arrived.any()
+    assert not layers.greedy_plan(torch.device("cuda", 0)).arrived.any()
 
 
 def test_the_chain_is_what_torch_computes(model: Layers) -> None:

@@ -102,7 +102,7 @@ def test_who_computes_on_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 def test_blocks_that_share_a_row_have_room() -> None:
     for processors in (1, 8, 132, 148):
-        plan = layers.RowMaxPlan(processors, torch.empty(4 * processors), torch.empty(2 * processors))
+        plan = layers.GreedyPlan(processors, torch.empty(4 * processors), torch.empty(2 * processors))
         for rows in range(1, 4 * processors):
             for n in (1, 5000, 128256, 1 << 20):
                 splits = plan.splits(rows, n)

@@ -214,7 +214,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "sglang_silu_and_mul": [_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, *[_INTEGER] * 2],
     "sglang_cos_sin": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _NUMBER, *[_INTEGER] * 2],
     "sglang_embedding": [*[_POINTER] * 3, *[_SIZE] * 3, *[_INTEGER] * 3],
-    "sglang_max": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INTEGER],
+    "sglang_greedy": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, *[_INTEGER] * 3],
     "sglang_bf16_linear": [_POINTER, _SIZE, *[_POINTER] * 3, *[_SIZE] * 3, *[_INTEGER] * 2],
     "sglang_attention": [
         *[_POINTER] * 3, *[_SIZE] * 3, *[_POINTER] * 6, _SIZE, *[_POINTER] * 4, *[_SIZE] * 5, *[_NUMBER] * 3,

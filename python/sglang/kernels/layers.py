@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MINIMUM_CAPABILITY = (8, 0)
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TYPED = {"decode_attention": "decode_attention.cu"}
-UNTYPED = {"row_max": "row_max.cu", "list_pages": "page_table.cu", "draw_token": "draw_token.cu"}
+UNTYPED = {"greedy": "greedy.cu", "list_pages": "page_table.cu", "draw_token": "draw_token.cu"}
 _FOLDER = Path(__file__).parent
 
 # The kernels' parameters, as the sources' structs lay them out.
@@ -31,7 +31,7 @@ GATE = struct.Struct("@2Pqi0q")
 ROTATE = struct.Struct("@8P5q4i2f0q")
 COS_SIN = struct.Struct("@4P2if0q")
 EMBEDDING = struct.Struct("@3Pq3i0q")
-ROW_MAX = struct.Struct("@5Pq3i0q")
+GREEDY = struct.Struct("@5Pq5i0q")
 DRAW = struct.Struct("@6P2i0q")
 PAGES = struct.Struct("@5Pqi0q")
 DECODE = struct.Struct("@10P8i2f0q")
@@ -58,7 +58,7 @@ def unavailable(index: int) -> str | None:
     if capability < MINIMUM_CAPABILITY:
         return f"needs compute capability 8.0 or newer; this device has {capability[0]}.{capability[1]}"
     try:
-        nvrtc.load_cubin(*program("row_max", torch.float32, capability))
+        nvrtc.load_cubin(*program("greedy", torch.float32, capability))
     except StartupError as error:
         return str(error)
     return None
@@ -107,8 +107,8 @@ def launch(
 
 
 @dataclass(frozen=True)
-class RowMaxPlan:
-    """How ``row_max`` cuts its rows, and the memory that all its calls on a device share: they must be ordered, as
+class GreedyPlan:
+    """How ``greedy`` cuts its rows, and the memory that all its calls on a device share: they must be ordered, as
     those of one stream are.
 
     Attributes:
@@ -126,7 +126,7 @@ class RowMaxPlan:
 
 
 @cache
-def row_max_plan(device: torch.device) -> RowMaxPlan:
+def greedy_plan(device: torch.device) -> GreedyPlan:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     partial = torch.empty(4 * processors, dtype=torch.int64, device=device)
-    return RowMaxPlan(processors, partial, torch.zeros(2 * processors, dtype=torch.int32, device=device))
+    return GreedyPlan(processors, partial, torch.zeros(2 * processors, dtype=torch.int32, device=device))

@@ -148,6 +148,26 @@ def test_broken_logits_are_marked_and_harm_no_other_row(bad: float, temperature:
         assert tokens[0] == int(logits[0].argmax())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_logit_marks_its_row_in_every_group(bad: float) -> None:
+    """Rows come in pairs with the same parameters, of which the second is broken."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.8, min_p=0.1),
+        SamplingParams(sampling_seed=7),
+        SamplingParams(top_k=3, sampling_seed=7),
+    ]
+    logits = torch.randn(len(kinds), VOCAB).repeat_interleave(2, dim=0)
+    logits[1::2, 5] = bad
+    logits[::2, 6] = -math.inf  # which is no fault
+    info = SamplingBatchInfo.from_params([one for one in kinds for _ in range(2)], VOCAB, "cpu")
+    tokens = sample_tokens(logits, info, torch.zeros(2 * len(kinds), dtype=torch.int64))
+    assert tokens[1::2].tolist() == [BROKEN_LOGITS] * len(kinds)
+    assert all(0 <= token < VOCAB and token != 6 for token in tokens[::2].tolist())
+
+
 def test_logprobs_are_of_the_unscaled_distribution() -> None:
     logits = torch.randn(3, VOCAB)
     targets = torch.tensor([4, 0, 39])

@@ -124,9 +124,10 @@ extern "C" int sglang_embedding(const int64_t* ids, const void* weight, void* ou
   return 0;
 }
 
-// values[r] = the largest of x [rows][columns], ids[r] = the first that is as large; NaN and 0 if one of them is NaN.
-extern "C" void sglang_max(const float* x, int64_t x_stride, float* values, int64_t* ids, int64_t rows, int64_t columns,
-                           int threads) {
+// values[r] = the largest of x [rows][columns], NaN if one of them is; ids[r] = the first that is as large, `broken` where
+// that is NaN or infinite, `impossible` where it is -infinity.
+extern "C" void sglang_greedy(const float* x, int64_t x_stride, float* values, int64_t* ids, int64_t rows, int64_t columns,
+                              int broken, int impossible, int threads) {
   threads = useful(threads, rows * columns);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row) {
@@ -145,8 +146,8 @@ extern "C" void sglang_max(const float* x, int64_t x_stride, float* values, int6
     bool any = false;
     for (int j = 0; j < LANES; ++j) any |= nan[j] != 0;
     values[row] = any ? NAN : largest(best);
-    ids[row] = 0;
-    if (any) continue;
+    ids[row] = values[row] == -INFINITY ? impossible : broken;
+    if (!std::isfinite(values[row])) continue;
     const Vec wanted = splat(values[row]);
     for (int64_t i = 0; i < columns; i += LANES) {
       const int64_t n = columns - i < LANES ? columns - i : LANES;
@@ -170,4 +171,4 @@ RECORDABLE(sglang_rms_norm)
 RECORDABLE(sglang_silu_and_mul)
 RECORDABLE(sglang_cos_sin)
 RECORDABLE(sglang_embedding)
-RECORDABLE(sglang_max)
+RECORDABLE(sglang_greedy)

@@ -11,6 +11,7 @@ import torch
 
 from sglang.kernels import cpu_extension
 from sglang.srt.layers.operators import Operators
+from sglang.srt.sampling.sampling_batch_info import BROKEN_LOGITS, NOTHING_POSSIBLE
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -22,7 +23,7 @@ class CpuOperators(Operators):
         library = cpu_extension.load()
         self._rms_norm, self._silu_and_mul = library.sglang_rms_norm, library.sglang_silu_and_mul
         self._cos_sin, self._embedding = library.sglang_cos_sin, library.sglang_embedding
-        self._max, self._bf16_linear = library.sglang_max, library.sglang_bf16_linear
+        self._greedy, self._bf16_linear = library.sglang_greedy, library.sglang_bf16_linear
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         dtype = DTYPES.get(x.dtype)
@@ -123,17 +124,19 @@ class CpuOperators(Operators):
             raise IndexError(f"a token id is outside the vocabulary of {weight.shape[0]}")
         return out
 
-    def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] == 0 or x.stride(1) != 1:
-            return super().max(x)
+            return super().greedy(x)
         values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
-        self._max(
+        self._greedy(
             x.data_ptr(),
             x.stride(0),
             values.data_ptr(),
             ids.data_ptr(),
             x.shape[0],
             x.shape[1],
+            BROKEN_LOGITS,
+            NOTHING_POSSIBLE,
             torch.get_num_threads(),
         )
         return values, ids

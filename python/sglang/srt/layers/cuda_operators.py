@@ -1,4 +1,4 @@
-"""The operators of ``kernels/layers.cu`` and ``row_max.cu``: bfloat16, float16 and float32.
+"""The operators of ``kernels/layers.cu`` and ``greedy.cu``: bfloat16, float16 and float32.
 
 Torch takes other types, and shapes and strides that the kernels don't read.
 
@@ -13,8 +13,9 @@ from operator import or_
 import torch
 
 from sglang.kernels import layers
-from sglang.kernels.layers import COS_SIN, EMBEDDING, GATE, HEADS, NORM, ROTATE, ROW_MAX, TYPES
+from sglang.kernels.layers import COS_SIN, EMBEDDING, GATE, GREEDY, HEADS, NORM, ROTATE, TYPES
 from sglang.srt.layers.operators import Operators
+from sglang.srt.sampling.sampling_batch_info import BROKEN_LOGITS, NOTHING_POSSIBLE
 
 VECTOR = 16  # bytes of one load
 THREADS = 128  # of a block whose threads work by themselves
@@ -161,22 +162,22 @@ class CudaOperators(Operators):
         _launch("embedding" if wide > 1 else "embedding_any", out, (ids.shape[0], _blocks(n, wide)), THREADS, params)
         return out
 
-    def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] == 0 or x.stride(1) != 1:
-            return super().max(x)
+            return super().greedy(x)
         (rows, n), device = x.shape, x.device
         values, ids = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int64, device=device)
         if rows == 0:
             return values, ids
-        plan = layers.row_max_plan(device)
+        plan = layers.greedy_plan(device)
         splits = plan.splits(rows, n)
         chunk = -(-n // (4 * splits)) * 4
         vector = x.data_ptr() % VECTOR == 0 and (rows == 1 or x.stride(0) % 4 == 0)
-        params = ROW_MAX.pack(
+        params = GREEDY.pack(
             x.data_ptr(), values.data_ptr(), ids.data_ptr(), plan.partial.data_ptr(), plan.arrived.data_ptr(),
-            x.stride(0), n, chunk, vector,
+            x.stride(0), n, chunk, vector, BROKEN_LOGITS, NOTHING_POSSIBLE,
         )  # fmt: skip
-        _launch("row_max", x, (rows, splits), 256, params)
+        _launch("greedy", x, (rows, splits), 256, params)
         return values, ids
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from sglang.kernels import cpu_extension
 from sglang.srt.mem_cache.memory_pool import store_rows
+from sglang.srt.sampling.sampling_batch_info import BROKEN_LOGITS, NOTHING_POSSIBLE
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +110,12 @@ class Operators:
         rows = F.embedding(local.masked_fill_(elsewhere, 0), weight).to(dtype)
         return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
-    def max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest value of each row of x [rows, n] and the first index that has it, int64. A row with a NaN has
-        NaN and an index that means nothing."""
+    def greedy(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row of x [rows, n], NaN where there is one, and the first token that has it, int64:
+        ``BROKEN_LOGITS`` where it is NaN or infinite, ``NOTHING_POSSIBLE`` where it is -infinity."""
         values, ids = x.max(dim=-1)
-        return values, ids
+        ids = torch.where(values.abs() < math.inf, ids, BROKEN_LOGITS)  # False for a NaN, too
+        return values, ids.masked_fill_(values == -math.inf, NOTHING_POSSIBLE)
 
     def bf16_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x weight^T + bias`` in float32: x [M, K] float32 or bfloat16, weight [N, K] bfloat16, bias [N] float32."""

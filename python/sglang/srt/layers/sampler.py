@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sglang.srt.layers import cuda_sampling
 from sglang.srt.layers.operators import operators_for
-from sglang.srt.sampling.sampling_batch_info import (
-    BROKEN_LOGITS,
-    CANDIDATES,
-    NOTHING_POSSIBLE,
-    SamplingBatchInfo,
-    SamplingGroup,
-)
+from sglang.srt.sampling.sampling_batch_info import CANDIDATES, SamplingBatchInfo, SamplingGroup
 
 _TOKEN_BITS = 32
 # Weyl increment and multipliers of SplitMix64 (Steele, Lea, Flood 2014), as signed integers.
@@ -31,16 +23,16 @@ def sample_tokens(logits: torch.Tensor, info: SamplingBatchInfo, positions: torc
     no other row. What a row with a seed gets depends on its logits, parameters, seed and position only.
     On a GPU nothing here waits for it.
     """
-    best, token_ids = operators_for(logits.device.type).max(logits)
+    best, token_ids = operators_for(logits.device.type).greedy(logits)
     for group in info.groups:
         # Relative to the largest, so that a tiny temperature can't overflow.
         shifted = logits[group.rows] - best[group.rows].unsqueeze(1)
         probs = shifted.div_(group.temperatures).softmax(dim=-1)
         noise = _noise(group, positions)
-        token_ids[group.rows] = _sample_filtered(probs, group, noise) if group.most_kept else _draw(probs, noise)
-    # False for a NaN, too.
-    token_ids = torch.where(best.abs() < math.inf, token_ids, BROKEN_LOGITS)
-    return token_ids.masked_fill_(best == -math.inf, NOTHING_POSSIBLE)
+        drawn = _sample_filtered(probs, group, noise) if group.most_kept else _draw(probs, noise)
+        greedy = token_ids[group.rows]  # negative where there is nothing to draw from
+        token_ids[group.rows] = torch.where(greedy < 0, greedy, drawn)
+    return token_ids
 
 
 def _noise(group: SamplingGroup, positions: torch.Tensor) -> torch.Tensor:

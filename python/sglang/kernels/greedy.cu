@@ -1,15 +1,16 @@
-// The largest value of each row and the first index that has it. pdl.cuh is put in front of it.
+// The largest logit of each row and the first token that has it. pdl.cuh is put in front of it.
 //
 // gridDim.y blocks, at most 32, share a row; the one that comes last combines what they found.
-struct MaxParams {
+struct GreedyParams {
   const float *x; // rows of n at multiples of stride
   float *values;  // [rows]
-  long long *ids; // [rows]
+  long long *ids; // [rows], or one of the codes below
   u64 *partial;   // [rows, splits]
   u32 *arrived;   // [rows], zeros before and after
   long long stride;
   int n, chunk;   // of a block, a multiple of 4; gridDim.y splits cover a row
   int vector;     // rows begin at multiples of 16 bytes
+  int broken, impossible; // codes of rows with a NaN or infinity, and of rows of -infinity
 };
 
 // Orders as (value, then the lower index first); NaN above all.
@@ -28,7 +29,7 @@ __device__ __forceinline__ u64 warp_max(u64 key) {
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(256) row_max(const __grid_constant__ MaxParams p) { // blockIdx.x: the row
+extern "C" __global__ void __launch_bounds__(256) greedy(const __grid_constant__ GreedyParams p) { // blockIdx.x: the row
   __shared__ u64 keys[8];
   __shared__ bool last;
   begin_next_kernel();
@@ -74,6 +75,9 @@ extern "C" __global__ void __launch_bounds__(256) row_max(const __grid_constant_
   }
   if (lane) return;
   const u32 ordered = key >> 32;
-  p.values[blockIdx.x] = __uint_as_float(ordered >> 31 ? ordered & 0x7FFFFFFFu : ~ordered);
-  p.ids[blockIdx.x] = (u32)~(u32)key;
+  const float largest = __uint_as_float(ordered >> 31 ? ordered & 0x7FFFFFFFu : ~ordered);
+  const float infinity = __uint_as_float(0x7F800000u);
+  p.values[blockIdx.x] = largest;
+  // A NaN is not less.
+  p.ids[blockIdx.x] = largest == -infinity ? p.impossible : largest < infinity ? (int)~(u32)key : p.broken;
 }
