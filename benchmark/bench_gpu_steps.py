@@ -100,7 +100,7 @@ class Steps:
     def step(self, batch: ScheduleBatch, prepare: Callable[[], None]) -> None:
         prepare()
         output = self.runner.forward(batch.forward_batch)
-        batch.input_ids = self.runner.sample(output, batch.forward_batch).clamp(min=0)
+        batch.input_ids = self.runner.sample(output, batch.forward_batch)
 
     def decode(self, batch_size: int, context: int) -> tuple[float, float]:
         """Milliseconds of a step, and of the host's part in one."""

@@ -10,8 +10,8 @@ INF, NAN = math.inf, math.nan
 
 
 def special_rows(n: int) -> torch.Tensor:
-    """[rows, n] float32: rows of one value, and of one value beside others that are finite, -infinity or +infinity. NaNs
-    come with either sign."""
+    """[rows, n] float32: rows of one value, and of one value beside others that are finite, -infinity or +infinity;
+    NaNs come with either sign."""
     places = sorted({0, n // 3, n // 2, n - 1})
     rows = [torch.full((n,), value) for value in (2.0, -0.0, -3e38, 1e-45, INF, -INF, NAN, -NAN)]
     for base in (torch.linspace(-2, 2, n).round(decimals=1), torch.full((n,), -INF), torch.full((n,), INF)):

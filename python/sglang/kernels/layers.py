@@ -21,7 +21,12 @@ logger = logging.getLogger(__name__)
 MINIMUM_CAPABILITY = (8, 0)
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TYPED = {"decode_attention": "decode_attention.cu"}
-UNTYPED = {"greedy": "greedy.cu", "list_pages": "page_table.cu", "draw_token": "draw_token.cu"}
+UNTYPED = {
+    "greedy": "greedy.cu",
+    "list_pages": "page_table.cu",
+    "draw_token": "draw_token.cu",
+    "decode_inputs": "decode_inputs.cu",
+}
 _FOLDER = Path(__file__).parent
 
 # The kernels' parameters, as the sources' structs lay them out.
@@ -34,6 +39,7 @@ EMBEDDING = struct.Struct("@3Pq3i0q")
 GREEDY = struct.Struct("@5Pq5i0q")
 DRAW = struct.Struct("@6P2i0q")
 PAGES = struct.Struct("@5Pqi0q")
+DECODE_INPUTS = struct.Struct("@6Pqi0q")
 DECODE = struct.Struct("@10P8i2f0q")
 
 Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options

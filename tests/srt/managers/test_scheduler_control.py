@@ -93,7 +93,7 @@ def test_a_leak_is_noticed_when_idle() -> None:
     h = Harness()
     h.add([2, 3])
     h.run()
-    h.scheduler.pools.allocator.alloc_decode([1], None)
+    h.scheduler.pools.allocator.alloc_decode([1])
     with pytest.raises(RuntimeError, match="KV cache leak: 1 slots held by nobody"):
         h.step()
     h = Harness()

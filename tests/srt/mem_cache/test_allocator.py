@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.decode_inputs import decode_inputs
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def test_nothing_is_taken_when_there_is_not_enough() -> None:
     allocator = TokenToKVPoolAllocator(8, 4, CPU)
     assert allocator.alloc_extend([0, 0], [5, 1], torch.zeros(2, dtype=torch.int64)) is None
     assert allocator.available_size() == 8
-    assert allocator.alloc_decode([1, 1, 1], torch.zeros(3, dtype=torch.int64)) is None
+    assert allocator.alloc_decode([1, 1, 1]) is None
     assert allocator.available_size() == 8
 
 
@@ -74,11 +75,15 @@ def test_random_life_of_requests(page: int) -> None:
             lens = [len(slots) + 1 for slots in held]
             size = allocator.decode_size(lens)
             before = allocator.available_size()
-            last = torch.stack([slots[-1] for slots in held])
-            new = allocator.alloc_decode(lens, last)
-            assert (new is None) == (size > before)
-            if new is not None:
+            pages = allocator.alloc_decode(lens)
+            assert (pages is None) == (size > before)
+            if pages is not None:
                 assert allocator.available_size() == before - size
+                table = torch.zeros(len(held), max(lens), dtype=torch.int32)
+                for row, slots in zip(table, held, strict=True):
+                    row[: len(slots)] = slots
+                rows = torch.arange(len(held))
+                _, _, new = decode_inputs(rows, torch.tensor(lens) - 1, rows, table, pages, page)
                 held = [torch.cat([slots, new[i : i + 1]]) for i, slots in enumerate(held)]
         flat = torch.cat([*held, torch.empty(0, dtype=torch.int64)])
         assert len(flat.unique()) == len(flat) and (len(flat) == 0 or flat.min() >= page)

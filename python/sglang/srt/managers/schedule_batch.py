@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import ReqOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.req_logprobs import ReqLogprobs
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.decode_inputs import decode_inputs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.platforms import to_device
@@ -199,7 +200,8 @@ class ScheduleBatch:
     Attributes:
         chunked_req: the one of ``reqs`` whose prompt this extend step doesn't finish; its sampled token means nothing.
         req_pool_indices: int64 [B]. seq_lens: int64 [B], tokens in the KV cache; ``seq_lens_list`` the same in Python.
-        input_ids: int64 [B], each request's newest token, that the next decode step computes.
+        input_ids: int64 [B], each request's newest token, that the next decode step computes; negative where there was
+            none to choose: the step may be launched before that is known.
         forward_batch: the step that was prepared last.
     """
 
@@ -280,18 +282,19 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         positions = self.seq_lens
         seq_lens_list = [n + 1 for n in self.seq_lens_list]
-        last_locs = self._last_locs(positions - 1) if pools.allocator.page_size > 1 else None
-        out_cache_loc = pools.allocator.alloc_decode(seq_lens_list, last_locs)
-        if out_cache_loc is None:
+        pages = pools.allocator.alloc_decode(seq_lens_list)
+        if pages is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests, {pools.usage()}")
-        pools.req_to_token_pool.write(self.req_pool_indices, positions, out_cache_loc)
         # New objects, not updates in place: the batch of the previous step may still be in use.
-        self.seq_lens = positions + 1
+        table, page_size = pools.req_to_token_pool.req_to_token, pools.allocator.page_size
+        input_ids, self.seq_lens, out_cache_loc = decode_inputs(
+            self.input_ids, positions, self.req_pool_indices, table, pages, page_size
+        )
         self.seq_lens_list = seq_lens_list
         for req in self.reqs:
             req.kv_len += 1
         lens = [1] * len(self.reqs)
-        self.forward_batch = self._make_forward_batch(self.input_ids, positions, out_cache_loc, lens)
+        self.forward_batch = self._make_forward_batch(input_ids, positions, out_cache_loc, lens)
 
     def filter_batch(self) -> None:
         """Keep the requests that decode on: neither released (finished, aborted, retracted) nor still in chunks, nor

@@ -346,8 +346,7 @@ class Scheduler:
         """Launch one step. Its tokens are on the device, where the next decode step of ``batch`` takes them."""
         output = self.model_runner.forward(batch.forward_batch)
         next_token_ids = self.model_runner.sample(output, batch.forward_batch)
-        # A request that got no token ends, but the next step may be launched before that is known.
-        batch.input_ids = next_token_ids.clamp(min=0)
+        batch.input_ids = next_token_ids
         result = GenerationBatchResult(batch, output, next_token_ids)
         if result.is_extend:
             # What comes later on the device finds the prompts' keys and values, whoever asks for them.

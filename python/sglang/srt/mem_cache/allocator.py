@@ -68,8 +68,10 @@ class TokenToKVPoolAllocator:
         """
         page = self.page_size
         pages = self._take(self.extend_size(prefix_lens, seq_lens) // page)
-        if pages is None or page == 1:
-            return pages
+        if pages is None:
+            return None
+        if page == 1:
+            return pages.clone()
         assert last_locs is not None
         # Every token lies ``offset`` slots behind a base: the slot behind its request's prefix, or the first of a page.
         begins, ends = np.array(prefix_lens), np.array(seq_lens)
@@ -92,27 +94,13 @@ class TokenToKVPoolAllocator:
         page = self.page_size
         return sum((n - 1) % page == 0 for n in seq_lens) * page if page > 1 else len(seq_lens)
 
-    def alloc_decode(self, seq_lens: Sequence[int], last_locs: torch.Tensor | None) -> torch.Tensor | None:
-        """One slot for each request's token ``seq_lens[i] - 1``.
-
-        Args:
-            last_locs: int64 [B], the slot of the token before; not needed for ``page_size`` 1.
+    def alloc_decode(self, seq_lens: Sequence[int]) -> torch.Tensor | None:
+        """A page for each request whose token ``seq_lens[i] - 1`` begins one.
 
         Returns:
-            int64 [B], or None (nothing taken) if there are not enough pages.
+            int64, their numbers, to be read before anything is freed; or None (nothing taken) if there are not enough.
         """
-        page = self.page_size
-        if page == 1:
-            return self._take(len(seq_lens))
-        assert last_locs is not None
-        starts = [i for i, n in enumerate(seq_lens) if (n - 1) % page == 0]
-        pages = self._take(len(starts))
-        if pages is None:
-            return None
-        slots = last_locs + 1
-        if starts:
-            slots.index_copy_(0, to_device(starts, torch.int64, self.device), pages * page)
-        return slots
+        return self._take(self.decode_size(seq_lens) // self.page_size)
 
     def free(self, slots: torch.Tensor) -> None:
         """Give back whole pages.
@@ -129,8 +117,8 @@ class TokenToKVPoolAllocator:
         self._top = top
 
     def _take(self, count: int) -> torch.Tensor | None:
+        """Pages that were the top of the stack, where a later free overwrites them."""
         if count > self._top:
             return None
         self._top -= count
-        # A copy: a later free overwrites this part of the stack.
-        return self._stack[self._top : self._top + count].clone()
+        return self._stack[self._top : self._top + count]
