@@ -1,12 +1,12 @@
 """``decode_attention.cu`` against the formula in float32: on a GPU, and compiled for the CPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from decode_steps import KINDS, ON_GPU, ON_HOST, PROCESSORS, attend, decode, on_gpu
 from host_cuda import COMPILER, HostKernels
 
 from attention_steps import FP8, Shape, Step, World, error
@@ -15,17 +15,11 @@ from sglang.srt.layers.attention import flashinfer_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.attention.decode_kernel import MOST_SPLITS, DecodeKernel, splits_of
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-from sglang.srt.layers.cuda_operators import CudaOperators
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 # Weights and output are rounded to the type.
 BOUND = {BF16: 0.004, FP16: 0.001}
-KINDS = {"bf16": (BF16, BF16), "fp16": (FP16, FP16), "bf16-fp8": (BF16, FP8), "fp16-fp8": (FP16, FP8)}
 WINDOWS = (None, 1, 100)
-PROCESSORS = 8
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +32,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(layers, "launch", request.getfixturevalue("host_kernels").launch)
     yield request.param
-
-
-def decode(world: World, lengths: list[int], padding: int = 0) -> Step:
-    """A step of one new token per request, with the cache as it is when attention begins."""
-    step = world.step([(length - 1, 1) for length in lengths], padding, rotate=False)
-    for layer, qkv in zip(world.layers, step.qkv, strict=True):
-        k, v = qkv[:, world.shape.heads :].chunk(2, dim=1)
-        world.pool.set_kv_buffer(layer, step.batch.out_cache_loc, k, v)
-    return step
-
-
-def attend(kernel: DecodeKernel, step: Step, layer_id: int = 0, q: torch.Tensor | None = None, factor: float = 1.0
-           ) -> torch.Tensor:  # fmt: skip
-    world, batch = step.world, step.batch
-    layer = world.layers[layer_id]
-    if q is None:
-        q = step.qkv[layer_id][:, : world.shape.heads]
-    scales = (layer.k_scale or 1.0, layer.v_scale or 1.0) if world.shape.kv_dtype == FP8 else (1.0, 1.0)
-    where = world.rows.req_to_token, batch.req_pool_indices, batch.seq_lens
-    out = kernel(q, *world.buffers(layer), *where, layer.sliding_window, layer.scaling * factor, *scales)
-    assert not kernel._arrived.any()
-    return out
 
 
 def check(kernel: DecodeKernel, step: Step) -> None:
@@ -222,15 +194,24 @@ class HostDecodeKernel(DecodeKernel):
         return True
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_steps_of_few_requests_are_not_planned(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def planned(host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What ``NoKernels`` note."""
+    if COMPILER is None:
+        pytest.skip("needs g++")
     monkeypatch.setattr(layers, "launch", host_kernels.launch)
     monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1 << 10)
     package = flashinfer_backend.Package(NoKernels, NoKernels, lambda wrapper, **step: wrapper.plan(**step))
     monkeypatch.setattr(flashinfer_backend, "package", lambda: package)
-    planned: list[int] = []
-    monkeypatch.setattr(NoKernels, "planned", planned, raising=False)
+    sizes: list[int] = []
+    monkeypatch.setattr(NoKernels, "planned", sizes, raising=False)
     monkeypatch.setattr(FlashInferAttnBackend, "own_decode_pairs", 6)
+    return sizes
+
+
+def test_steps_of_few_requests_are_not_planned(
+    planned: list[int], host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = Shape(windows=(None, 20), page_size=4)
     world = World(shape, 8, 300)
     for kernel, largest in ((HostDecodeKernel, 3), (DecodeKernel, 0)):
@@ -241,6 +222,7 @@ def test_steps_of_few_requests_are_not_planned(host_kernels: HostKernels, monkey
             for prepare in (backend.init_forward_metadata, backend.init_graph_metadata):
                 step = world.step([(length - 1, 1) for length in lengths], padding)
                 planned.clear()
+                host_kernels.launched.clear()
                 prepare(step.batch)
                 outputs = step.forward(backend)
                 requests = len(lengths) + padding
@@ -248,6 +230,7 @@ def test_steps_of_few_requests_are_not_planned(host_kernels: HostKernels, monkey
                     assert set(planned) == {requests} and outputs[0].isnan().all()
                     continue
                 assert not planned
+                assert [name for name, *_ in host_kernels.launched] == ["decode_attention"] * len(shape.windows)
                 for ours, wanted in zip(outputs, step.reference(), strict=True):
                     assert error(ours, wanted, shape.heads) < BOUND[BF16]
         planned.clear()
@@ -255,28 +238,42 @@ def test_steps_of_few_requests_are_not_planned(host_kernels: HostKernels, monkey
         assert planned == [1, 1]
 
 
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_kernel_does_not_read_is_stored_before(
+    kind: str, rotate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a projection that are no multiples of 16 bytes."""
+    monkeypatch.setattr(flashinfer_backend, "DecodeKernel", HostDecodeKernel)
+    stored: list[bool] = []
+    attention = HostDecodeKernel.__call__
+
+    def noting(self: DecodeKernel, *arguments: Any) -> torch.Tensor:
+        stored.append(arguments[-1] is None)
+        return attention(self, *arguments)
+
+    monkeypatch.setattr(HostDecodeKernel, "__call__", noting)
+    dtype, kv_dtype = KINDS[kind]
+    shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
+    world, backend = World(shape, 3, 100), FlashInferAttnBackend(shape.target())
+    step = world.step([(99, 1), (0, 1), (64, 1)], rotate=rotate)
+    backend.init_forward_metadata(step.batch)
+    (qkv,), (layer,) = step.qkv, world.layers
+    whole = torch.zeros(3, 12 * 64 + 4, dtype=dtype)
+    apart = whole[:, : 12 * 64].unflatten(1, (12, 64))
+    stored.clear()
+    for rows in (qkv.clone(), apart):
+        rows.copy_(qkv)
+        q, k, v = rows.clone()[:, :8], rows[:, 8:10], rows[:, 10:]
+        for buffer in world.buffers(layer):
+            buffer.view(torch.uint8)[step.batch.out_cache_loc] = 0xFF
+        out = backend.forward(q, k, v, layer, step.batch, step.rotary)
+        assert error(out, step.reference()[0], shape.heads) < BOUND[dtype]
+    assert stored == [False, True]
+
+
 # --------------------------------------------------------------------------------------------------- on a GPU alone
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in NEEDS_A_GPU:
-        test = mark(test)
-    return test
-
-
-@contextmanager
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every launch of ours begins when all before it have ended."""
-    launch = layers.launch
-
-    def waiting(*arguments: Any) -> None:
-        torch.cuda.synchronize()
-        launch(*arguments)
-        torch.cuda.synchronize()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layers, "launch", waiting)
-        yield
-
-
 @on_gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4)])
@@ -317,38 +314,3 @@ def test_a_graph_fits_other_lengths(requests: int) -> None:
         for i, wanted in zip(layer_ids, step.reference(), strict=True):
             assert error(outputs[i], wanted, 32) < BOUND[BF16], f"window {WINDOWS[i]}"
             assert torch.equal(outputs[i], attend(kernel, step, i))
-
-
-@on_gpu
-@pytest.mark.parametrize("requests", [1, 5, 8])
-def test_a_chain_of_kernels_that_begin_early(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotation and writes to the cache right before it, and what reads its output right behind it."""
-    shape = Shape(16, 4, 128, BF16, BF16, 1, (None,) * 24, 2048, "cuda")
-    world, kernel, operators = World(shape, requests, 2048), DecodeKernel(shape.target(), 32), CudaOperators()
-    step = world.step([(max(0, 1500 - 190 * number), 1) for number in range(requests)])
-    weight = torch.ones(16 * 128, dtype=BF16, device="cuda")
-    where = world.rows.req_to_token, step.batch.req_pool_indices, step.batch.seq_lens
-    assert step.rotary is not None
-
-    def run(start: torch.Tensor) -> torch.Tensor:
-        x = start
-        for layer, qkv in zip(world.layers, step.qkv, strict=True):
-            k, v = (x[:, : 4 * 128].view(requests, 4, 128) + one for one in qkv[:, 16:].chunk(2, dim=1))
-            q = operators.rms_norm(x, weight, 1e-5).view(requests, 16, 128)
-            buffers = world.buffers(layer)
-            operators.rotate_and_store(q, k, v, *step.rotary, *buffers, step.batch.out_cache_loc)
-            x = operators.rms_norm(kernel(q, *buffers, *where, None, layer.scaling), weight, 1e-5)
-        return x
-
-    starts = [torch.randn(requests, 16 * 128, device="cuda").to(BF16) for _ in range(12)]
-    with one_at_a_time(monkeypatch):
-        alone = [run(start) for start in starts]
-    assert all(map(torch.equal, [run(start) for start in starts], alone))
-    static, graph = starts[0].clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(static)
-    for start, wanted in zip(starts, alone, strict=True):
-        static.copy_(start)
-        graph.replay()
-        assert torch.equal(result, wanted) and wanted.isfinite().all()
-    assert not kernel._arrived.any()

@@ -1,5 +1,6 @@
-// Attention of one new token per request over the paged KV cache. What changes from step to step, lengths above all, is
-// read on the device, so a captured launch fits every step. pdl.cuh is put in front of it.
+// Attention of one new token per request over the paged KV cache, with its rotation and the write of its key and value to
+// the cache. What changes from step to step, lengths above all, is read on the device, so a captured launch fits every
+// step. pdl.cuh and values.cuh are put in front of it.
 //
 // Of each request, blockIdx.y, `splits` blocks share a KV head; as many of them work as its length asks for, each on a
 // share of its tokens, and the one that ends last merges what they found. A warp takes TILE tokens at a time and all
@@ -10,6 +11,10 @@
 //   of scores [16 tokens, 8 heads]: tokens row and row + 8, heads 2 column and 2 column + 1;
 //   of values, transposed [values, 16 tokens]: tokens 2 column + {0, 1, 8, 9}, of each 64 values the 8 from 8 row on;
 //   of sums [values, 8 heads]: the same values, heads 2 column and 2 column + 1.
+// Value d of a head is rotated with d + DIM / 2, which the same lane holds.
+//
+// A request's newest token is in its last tile, which one warp has: it writes the key and value first and then reads them
+// like all others. Nobody else reads that slot, since tiles before the last one are full.
 //
 // Macros: TYPE (of queries and output; 0: bfloat16, 1: float16), E4M3 (the cache; else TYPE), DIM (a multiple of 64),
 // GROUP (query heads of a KV head, 1 to 8), BLOCKS (per multiprocessor).
@@ -35,25 +40,29 @@ typedef uint4 Raw;
 
 struct DecodeParams {
   const u16 *q;                   // [requests, kv_heads * GROUP, DIM], at multiples of q_stride and q_head_stride
-  const Stored *keys, *values;    // rows of [kv_heads, DIM] at multiples of key_stride and value_stride
+  const u16 *k, *v;               // the new tokens' rows of [kv_heads, DIM] at multiples of k_stride and v_stride; null:
+                                  // keys and values have them
+  const u16 *cos, *sin;           // [requests, DIM], of which the first half is read: the second has the same cosines and
+                                  // the sines negated; null: q and k are rotated already
+  Stored *keys, *values;          // rows of [kv_heads, DIM] at multiples of key_stride and value_stride
   const int *table;               // [any, table_stride], slots: rows of keys and values
   const long long *rows, *lengths; // [requests], of the table; at least 1
   u16 *out;                       // [requests, kv_heads, GROUP, DIM]
   float *sums;                    // [requests, kv_heads, splits, GROUP, DIM]
   float2 *found;                  // [requests, kv_heads, splits, GROUP], largest score and sum of weights
   u32 *arrived;                   // [requests, kv_heads], zeros before and after
-  int q_stride, q_head_stride, key_stride, value_stride, table_stride, kv_heads, splits;
+  int q_stride, q_head_stride, k_stride, v_stride, key_stride, value_stride, table_stride, kv_heads, splits;
   int window;                     // how many tokens are seen, the newest ones
-  float scale, v_scale;           // of scores as powers of two; of the output
+  float scale, k_scale, v_scale;  // of scores as powers of two; of keys in e4m3; of values in e4m3 and of the output
 };
 
-template <bool HALF> __device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 r;
-  if (HALF)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+__device__ __forceinline__ void store_pair(Stored *row, int at, u32 pair, float scale) { // values 2 at and 2 at + 1
+#if E4M3
+  const float inverse = 1.f / scale;
+  ((u16 *)row)[at] = saturated_e4m3(pair, inverse) | saturated_e4m3(pair >> 16, inverse) << 8;
+#else
+  ((u32 *)row)[at] = pair;
+#endif
 }
 
 // A warp's c [16, 8] += a [16, 16] b [16, 8].
@@ -163,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   }
 
   u32 queries[DIM / 32][4] = {};
+  uint4 cos[DIM / 64] = {}, sin[DIM / 64] = {};
   if (row < GROUP) {
     const u16 *const q = p.q + (long long)request * p.q_stride + (kv_head * GROUP + row) * p.q_head_stride + 8 * column;
 #pragma unroll
@@ -170,29 +180,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
       const uint4 x = *(const uint4 *)(q + 32 * c);
       queries[c][0] = x.x, queries[c][1] = x.y, queries[c][2] = x.z, queries[c][3] = x.w;
     }
+    if (p.cos) {
+      const uint4 *const cosines = (const uint4 *)(p.cos + request * DIM) + column;
+      const uint4 *const sines = (const uint4 *)(p.sin + request * DIM) + column;
+#pragma unroll
+      for (int c = 0; c < DIM / 64; ++c) cos[c] = cosines[4 * c], sin[c] = sines[4 * c];
+    }
   }
-  float scale[2] = {p.scale * UNIT, p.scale * UNIT}; // of this lane's two heads
-#if E4M3 && TYPE == 0
-  // As float16, each head by the power of two that brings its largest value to between 1 and 2.
-  int largest = 0;
+  const auto store_new = [&](long long slot) { // by one warp of all
+    constexpr int PAIRS = DIM / 4, PER_LANE = (PAIRS + 31) / 32; // of a half; lanes too many repeat others' pairs
+    const u32 *const k = (const u32 *)(p.k + (long long)request * p.k_stride + kv_head * DIM);
+    const u32 *const v = (const u32 *)(p.v + (long long)request * p.v_stride + kv_head * DIM);
+    const u32 *const cosines = (const u32 *)(p.cos + request * DIM), *const sines = (const u32 *)(p.sin + request * DIM);
+    u32 key[PER_LANE][2], value[PER_LANE][2], cos[PER_LANE], sin[PER_LANE];
 #pragma unroll
-  for (int c = 0; c < DIM / 32; ++c)
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int at = (lane + 32 * i) % PAIRS;
+      key[i][0] = k[at], key[i][1] = k[at + PAIRS];
+      value[i][0] = v[at], value[i][1] = v[at + PAIRS];
+      if (p.cos) cos[i] = cosines[at], sin[i] = sines[at];
+    }
+    Stored *const keys = p.keys + slot * p.key_stride + kv_head * DIM;
+    Stored *const values = p.values + slot * p.value_stride + kv_head * DIM;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      largest = max(largest, max((int)(queries[c][i] & 0x7FFF), (int)(queries[c][i] >> 16 & 0x7FFF)));
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-  const u32 exponent = min(max(largest >> 7, 1), 253);
-  const float down = __uint_as_float(254 - exponent << 23), up = __uint_as_float(exponent << 23);
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int at = (lane + 32 * i) % PAIRS;
+      if (p.cos) rotate_pairs(key[i][0], key[i][1], cos[i], sin[i]);
 #pragma unroll
-  for (int c = 0; c < DIM / 32; ++c)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      queries[c][i] = pair_of<true>(__uint_as_float(queries[c][i] << 16) * down,
-                                    __uint_as_float(queries[c][i] & 0xFFFF0000u) * down);
-  scale[0] *= __shfl_sync(~0u, up, 8 * column);
-  scale[1] *= __shfl_sync(~0u, up, 8 * column + 4);
-#endif
+      for (int h = 0; h < 2; ++h) {
+        store_pair(keys, at + h * PAIRS, key[i][h], p.k_scale);
+        store_pair(values, at + h * PAIRS, value[i][h], p.v_scale);
+      }
+    }
+    __syncwarp(); // all lanes load what each has written
+  };
 
   const Stored *const my_keys = p.keys + kv_head * DIM + 8 * column;
   const Stored *const my_values = p.values + kv_head * DIM + 8 * row;
@@ -217,9 +238,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
 
   if (tile < end) {
     float sums[DIM / 16][4] = {}, most[2] = {-INFINITE, -INFINITE}, weight[2] = {0.f, 0.f};
+    if (p.k && end == tiles && (end - 1 - tile) % WARPS == 0) store_new(slots[length - 1]);
     load_keys(slot);
     if (FAR_AHEAD) load_values(slot);
     if (tile + WARPS < end) next_slot = slot_of(tile + WARPS);
+    // While the first tile is on its way, what queries need.
+    if (p.cos)
+#pragma unroll
+      for (int c = 0; c < DIM / 64; ++c) {
+        u32(&low)[4] = queries[c], (&high)[4] = queries[c + DIM / 64];
+        rotate_pairs(low[0], high[0], cos[c].x, sin[c].x);
+        rotate_pairs(low[1], high[1], cos[c].y, sin[c].y);
+        rotate_pairs(low[2], high[2], cos[c].z, sin[c].z);
+        rotate_pairs(low[3], high[3], cos[c].w, sin[c].w);
+      }
+    float scale[2] = {p.scale * UNIT, p.scale * UNIT}; // of this lane's two heads
+#if E4M3 && TYPE == 0
+    // As float16, each head by the power of two that brings its largest value to between 1 and 2.
+    int largest = 0;
+#pragma unroll
+    for (int c = 0; c < DIM / 32; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        largest = max(largest, max((int)(queries[c][i] & 0x7FFF), (int)(queries[c][i] >> 16 & 0x7FFF)));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+    const u32 exponent = min(max(largest >> 7, 1), 253);
+    const float down = __uint_as_float(254 - exponent << 23), up = __uint_as_float(exponent << 23);
+#pragma unroll
+    for (int c = 0; c < DIM / 32; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        queries[c][i] = pair_of<true>(__uint_as_float(queries[c][i] << 16) * down,
+                                      __uint_as_float(queries[c][i] & 0xFFFF0000u) * down);
+    scale[0] *= __shfl_sync(~0u, up, 8 * column);
+    scale[1] *= __shfl_sync(~0u, up, 8 * column + 4);
+#endif
     for (;; tile += WARPS) {
       const bool more = tile + WARPS < end;
       float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};

@@ -1,37 +1,10 @@
 // What a transformer computes between its products: norms, gate, rotation with the write to the KV cache, lookup.
-// Rounded where torch's operators are (srt/layers/operators.py). pdl.cuh is put in front of it.
+// Rounded where torch's operators are (srt/layers/operators.py). pdl.cuh and values.cuh are put in front of it.
 //
 // V values of a thread lie behind each other, in 16 bytes where addresses and sizes allow, else V is 1.
 //
 // Macros: TYPE (0: bfloat16, 1: float16, 2: float32).
-#if TYPE == 2
-typedef float T;
-__device__ __forceinline__ float widen(T v) { return v; }
-__device__ __forceinline__ T narrow(float v) { return v; }
-#else
-typedef u16 T;
-__device__ __forceinline__ float widen(T v) {
-#if TYPE == 1
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
-  return r;
-#else
-  return __uint_as_float((u32)v << 16);
-#endif
-}
-__device__ __forceinline__ T narrow(float v) {
-  u16 r;
-#if TYPE == 1
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-#endif
-  return r;
-}
-#endif
 #define WIDE (16 / (int)sizeof(T))
-
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
 
 template <int V> struct alignas(V * sizeof(T)) Pack {
   T v[V];
@@ -201,15 +174,6 @@ struct RotateParams {
   float k_scale, v_scale;
 };
 
-// Nearest even, with NaN's sign kept, as torch converts; |v| <= 448 or NaN.
-__device__ __forceinline__ u8 to_e4m3(float v) {
-  const u32 bits = __float_as_uint(v), magnitude = bits & 0x7FFFFFFFu, sign = bits >> 24 & 0x80u;
-  if (magnitude > 0x7F800000u) return sign | 0x7Fu;
-  if (magnitude < 121u << 23) // below 2^-6: a multiple of 2^-9, which the sum with 2^14 rounds to
-    return sign | (__float_as_uint(__uint_as_float(magnitude) + 16384.f) - (141u << 23));
-  return sign | ((magnitude - (120u << 23) + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20);
-}
-
 template <int V>
 __device__ __forceinline__ void cache(void *buffer, long long at, const Pack<V> &x, bool e4m3, float inverse) {
   if (!e4m3) {
@@ -218,10 +182,7 @@ __device__ __forceinline__ void cache(void *buffer, long long at, const Pack<V> 
   }
   Bytes<V> bytes;
 #pragma unroll
-  for (int e = 0; e < V; ++e) {
-    const float v = widen(x.v[e]) * inverse;
-    bytes.v[e] = to_e4m3(v > 448.f ? 448.f : v < -448.f ? -448.f : v);
-  }
+  for (int e = 0; e < V; ++e) bytes.v[e] = saturated_e4m3(x.v[e], inverse);
   *(Bytes<V> *)((u8 *)buffer + at) = bytes;
 }
 
@@ -247,9 +208,9 @@ template <int V> __device__ __forceinline__ void rotate_rows(const RotateParams 
   const Pack<V> a_cos = load<V>(cos), b_cos = load<V>(cos + p.half), a_sin = load<V>(sin), b_sin = load<V>(sin + p.half);
 #pragma unroll
   for (int e = 0; e < V; ++e) {
-    const float x = widen(a.v[e]), y = widen(b.v[e]);
-    a.v[e] = narrow(fmaf(y, widen(a_sin.v[e]), rounded(x * widen(a_cos.v[e]))));
-    b.v[e] = narrow(fmaf(x, widen(b_sin.v[e]), rounded(y * widen(b_cos.v[e]))));
+    const T x = a.v[e], y = b.v[e];
+    a.v[e] = rotated(x, y, a_cos.v[e], a_sin.v[e]);
+    b.v[e] = rotated(y, x, b_cos.v[e], b_sin.v[e]);
   }
   store(row + at, a);
   store(row + p.half + at, b);

@@ -40,7 +40,7 @@ GREEDY = struct.Struct("@5Pq5i0q")
 DRAW = struct.Struct("@6P2i0q")
 PAGES = struct.Struct("@5Pqi0q")
 DECODE_INPUTS = struct.Struct("@6Pqi0q")
-DECODE = struct.Struct("@10P8i2f0q")
+DECODE = struct.Struct("@14P10i3f0q")
 
 Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
 
@@ -54,7 +54,8 @@ def program(name: str, dtype: torch.dtype, capability: tuple[int, int], options:
 
 @cache
 def source(file: str) -> str:
-    return (_FOLDER / "pdl.cuh").read_text() + (_FOLDER / file).read_text()
+    headers = ["pdl.cuh"] if file in UNTYPED.values() else ["pdl.cuh", "values.cuh"]
+    return "".join((_FOLDER / part).read_text() for part in (*headers, file))
 
 
 @cache

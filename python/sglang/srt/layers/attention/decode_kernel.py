@@ -1,13 +1,15 @@
-"""``decode_attention.cu``: attention of a decode step of few requests, in one launch that nothing is planned for."""
+"""``decode_attention.cu``: rotation, write to the KV cache and attention of a decode step of few requests, in one
+launch that nothing is planned for."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from sglang.kernels import layers
-from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
+from sglang.srt.layers.attention.base_attn_backend import AttentionTarget, Rotary
 
 THREADS = 128
 # Blocks that a multiprocessor has registers for, by the size of a head.
@@ -18,6 +20,34 @@ MOST_SPLITS = 32
 # What a block costs beside its share, where all of a pair's tokens cost 1.
 BLOCK_COST = 1 / 32
 NO_WINDOW = 2**31 - 1
+VECTOR = 16  # bytes of one load
+
+
+class NewTokens(NamedTuple):
+    """Keys and values [requests, kv_heads, dim] that are not in the cache yet.
+
+    Attributes:
+        rotary: what ``Operators.cos_sin`` returned for them; None: they are rotated, and so are the queries. The first
+            half of each row is read: the second has the same cosines, and the sines negated.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    rotary: Rotary | None
+
+    def readable(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel reads them as they lie in memory, for queries of ``dtype``."""
+        requests, kv_heads, dim = self.k.shape
+        together = 0
+        for x in (self.k, self.v):
+            if x.dtype != dtype or x.stride(2) != 1 or (x.stride(1) != dim and kv_heads > 1):
+                return False
+            together |= x.data_ptr() | x.stride(0) * x.itemsize
+        for x in self.rotary or ():
+            if x.dtype != dtype or x.shape != (requests, 1, dim) or not x.is_contiguous():
+                return False
+            together |= x.data_ptr()
+        return together % VECTOR == 0
 
 
 class DecodeKernel:
@@ -70,16 +100,19 @@ class DecodeKernel:
         scaling: float,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        new: NewTokens | None = None,
     ) -> torch.Tensor:
         """Enqueue it on the current stream. Lengths and slots are the device's when it runs.
 
         Args:
             q: [requests, heads, dim], a head's values behind each other, from multiples of 16 bytes on.
-            keys, values: [slots, kv_heads, dim], what belongs to a slot behind each other; those of the new tokens are
-                there already.
+            keys, values: [slots, kv_heads, dim], what belongs to a slot behind each other.
             table: int32 [any, most tokens], the slots of a request in a row.
             rows, lengths: int64 [requests], of the table and, from 1 on, with the new token.
             window: how many tokens a token sees, itself included; None for all.
+            new: readable ones; with the bits of ``rotate_and_store`` they are written to the slot of each request's
+                last token, and the queries are rotated, which stay as they are in memory. None: the cache has the new
+                tokens, and q is rotated.
 
         Returns:
             [requests, heads * dim] in q's type.
@@ -88,11 +121,18 @@ class DecodeKernel:
         out = torch.empty((requests, heads * dim), dtype=q.dtype, device=q.device)
         splits = self._splits[requests]
         grid = (splits * self._kv_heads, requests)
+        k = v = cos = signed_sin = k_stride = v_stride = 0
+        if new is not None:
+            k, v, k_stride, v_stride = new.k.data_ptr(), new.v.data_ptr(), new.k.stride(0), new.v.stride(0)
+            if new.rotary is not None:
+                cos, signed_sin = new.rotary[0].data_ptr(), new.rotary[1].data_ptr()
         params = layers.DECODE.pack(
-            q.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), rows.data_ptr(), lengths.data_ptr(),
-            out.data_ptr(), self._sums.data_ptr(), self._found.data_ptr(), self._arrived.data_ptr(),
-            q.stride(0), q.stride(1), keys.stride(0), values.stride(0), table.stride(0), self._kv_heads, splits,
-            NO_WINDOW if window is None else window, scaling * k_scale * math.log2(math.e), v_scale,
+            q.data_ptr(), k, v, cos, signed_sin, keys.data_ptr(), values.data_ptr(), table.data_ptr(),
+            rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), self._sums.data_ptr(), self._found.data_ptr(),
+            self._arrived.data_ptr(),
+            q.stride(0), q.stride(1), k_stride, v_stride, keys.stride(0), values.stride(0), table.stride(0),
+            self._kv_heads, splits, NO_WINDOW if window is None else window,
+            scaling * k_scale * math.log2(math.e), k_scale, v_scale,
         )  # fmt: skip
         layers.launch("decode_attention", q.dtype, q.get_device(), grid, THREADS, params, self._options)
         return out

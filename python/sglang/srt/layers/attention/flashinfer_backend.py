@@ -19,7 +19,7 @@ import torch
 
 from sglang.srt.errors import StartupError
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionTarget, Rotary
-from sglang.srt.layers.attention.decode_kernel import DecodeKernel
+from sglang.srt.layers.attention.decode_kernel import DecodeKernel, NewTokens
 from sglang.srt.layers.attention.flashinfer_obstacles import obstacle
 from sglang.srt.layers.attention.flashinfer_pages import Pages, list_pages
 from sglang.srt.layers.operators import operators_for
@@ -78,8 +78,8 @@ class GraphBuffers:
 
 
 class FlashInferAttnBackend(AttentionBackend):
-    """Per layer one kernel that rotates and fills the cache, and one call of FlashInfer or of :class:`DecodeKernel`,
-    which needs no plan.
+    """Per layer one kernel that rotates and fills the cache, and one call of FlashInfer; or one call of
+    :class:`DecodeKernel`, which does all that and needs no plan.
 
     Attributes:
         own_decode_pairs: a decode step with at most so many pairs of a request and a KV head is ``DecodeKernel``'s.
@@ -148,14 +148,17 @@ class FlashInferAttnBackend(AttentionBackend):
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         # A checkpoint's scales are those of an fp8 cache.
         scales = (layer.k_scale or 1.0, layer.v_scale or 1.0) if self._fp8 else (1.0, 1.0)
-        if rotary is None:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        else:
-            self._rotate_and_store(q, k, v, *rotary, keys, values, batch.out_cache_loc, *scales)
+        new = NewTokens(k, v, rotary) if own is not None else None
+        if new is None or not new.readable(q.dtype):
+            new = None
+            if rotary is None:
+                pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            else:
+                self._rotate_and_store(q, k, v, *rotary, keys, values, batch.out_cache_loc, *scales)
         if own is not None:
             table = batch.req_to_token_pool.req_to_token
             where = (table, batch.req_pool_indices, batch.seq_lens)
-            return own(q, keys, values, *where, window, layer.scaling, *scales)
+            return own(q, keys, values, *where, window, layer.scaling, *scales, new)
         return self._run(self._step[window], q, keys, values, self._page_size(window), layer.scaling, *scales)
 
     def _run(
