@@ -1,6 +1,6 @@
-// Attention of one new token per request over the paged KV cache, with its rotation and the write of its key and value to
-// the cache. What changes from step to step, lengths above all, is read on the device, so a captured launch fits every
-// step. pdl.cuh and values.cuh are put in front of it.
+// Attention of one new token per request over the paged KV cache, with its rotation and the write of its key and value
+// to the cache. What changes from step to step, lengths above all, is read on the device, so a captured launch fits
+// every step. pdl.cuh and values.cuh are put in front of it.
 //
 // Of each request, blockIdx.y, `splits` blocks share a KV head; as many of them work as its length asks for, each on a
 // share of its tokens, and the one that ends last merges what they found. A warp takes TILE tokens at a time and all
@@ -13,8 +13,8 @@
 //   of sums [values, 8 heads]: the same values, heads 2 column and 2 column + 1.
 // Value d of a head is rotated with d + DIM / 2, which the same lane holds.
 //
-// A request's newest token is in its last tile, which one warp has: it writes the key and value first and then reads them
-// like all others. Nobody else reads that slot, since tiles before the last one are full.
+// A request's newest token is in its last tile, which one warp has: it writes the key and value first and then reads
+// them like all others. No other warp reads that slot, since tiles before the last one are full.
 //
 // Macros: TYPE (of queries and output; 0: bfloat16, 1: float16), E4M3 (the cache; else TYPE), DIM (a multiple of 64),
 // GROUP (query heads of a KV head, 1 to 8), BLOCKS (per multiprocessor).
@@ -40,10 +40,10 @@ typedef uint4 Raw;
 
 struct DecodeParams {
   const u16 *q;                   // [requests, kv_heads * GROUP, DIM], at multiples of q_stride and q_head_stride
-  const u16 *k, *v;               // the new tokens' rows of [kv_heads, DIM] at multiples of k_stride and v_stride; null:
-                                  // keys and values have them
-  const u16 *cos, *sin;           // [requests, DIM], of which the first half is read: the second has the same cosines and
-                                  // the sines negated; null: q and k are rotated already
+  const u16 *k, *v;               // the new tokens' rows of [kv_heads, DIM] at multiples of k_stride and v_stride;
+                                  // null: keys and values have them
+  const u16 *cos, *sin;           // [requests, DIM], of which the first half is read: the second has the same cosines
+                                  // and the sines negated; null: q and k are rotated already
   Stored *keys, *values;          // rows of [kv_heads, DIM] at multiples of key_stride and value_stride
   const int *table;               // [any, table_stride], slots: rows of keys and values
   const long long *rows, *lengths; // [requests], of the table; at least 1
@@ -56,10 +56,9 @@ struct DecodeParams {
   float scale, k_scale, v_scale;  // of scores as powers of two; of keys in e4m3; of values in e4m3 and of the output
 };
 
-__device__ __forceinline__ void store_pair(Stored *row, int at, u32 pair, float scale) { // values 2 at and 2 at + 1
+__device__ __forceinline__ void store_pair(Stored *row, int at, u32 pair, float inverse_scale) { // values 2 at + {0, 1}
 #if E4M3
-  const float inverse = 1.f / scale;
-  ((u16 *)row)[at] = saturated_e4m3(pair, inverse) | saturated_e4m3(pair >> 16, inverse) << 8;
+  ((u16 *)row)[at] = saturated_e4m3(pair, inverse_scale) | saturated_e4m3(pair >> 16, inverse_scale) << 8;
 #else
   ((u32 *)row)[at] = pair;
 #endif
@@ -191,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     constexpr int PAIRS = DIM / 4, PER_LANE = (PAIRS + 31) / 32; // of a half; lanes too many repeat others' pairs
     const u32 *const k = (const u32 *)(p.k + (long long)request * p.k_stride + kv_head * DIM);
     const u32 *const v = (const u32 *)(p.v + (long long)request * p.v_stride + kv_head * DIM);
-    const u32 *const cosines = (const u32 *)(p.cos + request * DIM), *const sines = (const u32 *)(p.sin + request * DIM);
+    const u32 *const cosines = (const u32 *)(p.cos + request * DIM);
+    const u32 *const sines = (const u32 *)(p.sin + request * DIM);
     u32 key[PER_LANE][2], value[PER_LANE][2], cos[PER_LANE], sin[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -200,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
       value[i][0] = v[at], value[i][1] = v[at + PAIRS];
       if (p.cos) cos[i] = cosines[at], sin[i] = sines[at];
     }
+    const float k_inverse = E4M3 ? 1.f / p.k_scale : 1.f, v_inverse = E4M3 ? 1.f / p.v_scale : 1.f;
     Stored *const keys = p.keys + slot * p.key_stride + kv_head * DIM;
     Stored *const values = p.values + slot * p.value_stride + kv_head * DIM;
 #pragma unroll
@@ -208,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
       if (p.cos) rotate_pairs(key[i][0], key[i][1], cos[i], sin[i]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        store_pair(keys, at + h * PAIRS, key[i][h], p.k_scale);
-        store_pair(values, at + h * PAIRS, value[i][h], p.v_scale);
+        store_pair(keys, at + h * PAIRS, key[i][h], k_inverse);
+        store_pair(values, at + h * PAIRS, value[i][h], v_inverse);
       }
     }
     __syncwarp(); // all lanes load what each has written

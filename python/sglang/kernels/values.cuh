@@ -1,5 +1,5 @@
-// Values of TYPE (0: bfloat16, 1: float16, 2: float32), and what more than one source computes with them. pdl.cuh is put
-// in front of it.
+// Values of TYPE (0: bfloat16, 1: float16, 2: float32), and what more than one source computes with them. pdl.cuh is
+// put in front of it.
 #if TYPE == 2
 typedef float T;
 __device__ __forceinline__ float widen(T v) { return v; }
@@ -58,13 +58,14 @@ __device__ __forceinline__ void rotate_pairs(u32 &low, u32 &high, u32 cos, u32 s
 }
 #endif
 
-// Nearest even, with NaN's sign kept, as torch converts; |v| <= 448 or NaN.
+// Nearest even, with NaN's sign kept, as torch converts; |v| <= 448 or NaN. Without branches, which lanes would take
+// differently.
 __device__ __forceinline__ u8 to_e4m3(float v) {
   const u32 bits = __float_as_uint(v), magnitude = bits & 0x7FFFFFFFu, sign = bits >> 24 & 0x80u;
-  if (magnitude > 0x7F800000u) return sign | 0x7Fu;
-  if (magnitude < 121u << 23) // below 2^-6: a multiple of 2^-9, which the sum with 2^14 rounds to
-    return sign | (__float_as_uint(__uint_as_float(magnitude) + 16384.f) - (141u << 23));
-  return sign | ((magnitude - (120u << 23) + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20);
+  // Below 2^-6: a multiple of 2^-9, which the sum with 2^14 rounds to.
+  const u32 small = __float_as_uint(__uint_as_float(magnitude) + 16384.f) - (141u << 23);
+  const u32 large = (magnitude - (120u << 23) + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20;
+  return sign | (magnitude > 0x7F800000u ? 0x7Fu : magnitude < 121u << 23 ? small : large);
 }
 
 // What a cache in e4m3 holds of v.
