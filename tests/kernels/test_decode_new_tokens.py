@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def test_any_number_of_heads_and_requests(device: str, kv_heads: int) -> None:
     world, kernel = World(shape, 8, 400), DecodeKernel(shape.target(), 8 * kv_heads, PROCESSORS)
     for requests in range(1, 9):
         check(kernel, new_step(world, [1 + 57 * number for number in range(requests)]))
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_padding_may_repeat_a_request(device: str, length: int) -> None:
+    """As ``DecodeGraphRunner`` pads where rows depend on each other."""
+    shape = Shape(device=device)
+    world, kernel = World(shape, 1, 300), DecodeKernel(shape.target(), 16, PROCESSORS)
+    one = new_step(world, [length])
+    cos, signed_sin = (x.repeat(8, 1, 1) for x in rotary_of(one))
+    batch = replace(
+        one.batch, req_pool_indices=one.batch.req_pool_indices.repeat(8), seq_lens=one.batch.seq_lens.repeat(8)
+    )
+    many = replace(one, batch=batch, qkv=[one.qkv[0].repeat(8, 1, 1)])
+    k, v = many.qkv[0][:, 8:].chunk(2, dim=1)
+    found = attend(kernel, many, new=NewTokens(k, v, (cos, signed_sin)))
+    assert torch.equal(found, found[:1].expand_as(found)) and found.isfinite().all()
+    check(kernel, one)
+    q = CudaOperators().rotate(many.qkv[0][:, :8].clone(), cos, signed_sin)
+    assert torch.equal(attend(kernel, many, q=q), found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

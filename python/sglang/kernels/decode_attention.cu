@@ -14,7 +14,8 @@
 // Value d of a head is rotated with d + DIM / 2, which the same lane holds.
 //
 // A request's newest token is in its last tile, which one warp has: it writes the key and value first and then reads
-// them like all others. No other warp reads that slot, since tiles before the last one are full.
+// them like all others. No other warp reads that slot, since tiles before the last one are full. What pads a batch may
+// repeat a request: both then write the same bytes, each before it reads them.
 //
 // Macros: TYPE (of queries and output; 0: bfloat16, 1: float16), E4M3 (the cache; else TYPE), DIM (a multiple of 64),
 // GROUP (query heads of a KV head, 1 to 8), BLOCKS (per multiprocessor).
