@@ -149,7 +149,7 @@ def test_heads_of_queries_may_lie_apart(device: str) -> None:
 
 
 def test_splits() -> None:
-    assert [splits_of(pairs, 3 * 132) for pairs in (8, 16, 64, 128, 256, 396, 4000)] == [32, 24, 6, 3, 3, 1, 2]
+    assert [splits_of(pairs, 3 * 132) for pairs in (8, 16, 64, 128, 256, 396, 4000)] == [24, 24, 6, 3, 3, 1, 2]
     for pairs in range(1, 1000):
         assert 1 <= splits_of(pairs, 300) <= MOST_SPLITS
 

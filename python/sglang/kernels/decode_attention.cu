@@ -3,8 +3,8 @@
 // every step. pdl.cuh and values.cuh are put in front of it.
 //
 // Of each request, blockIdx.y, `splits` blocks share a KV head; as many of them work as its length asks for, each on a
-// share of its tokens, and the one that ends last merges what they found. A warp takes TILE tokens at a time and all
-// GROUP query heads that read them: two products of tensor cores (mma.m16n8k16) whose first operand comes straight from
+// share of its tokens, and the one that ends last merges what they found. Those with a share have the lower numbers:
+// multiprocessors take blocks in turn. A warp takes TILE tokens at a time and all GROUP query heads that read them: two products of tensor cores (mma.m16n8k16) whose first operand comes straight from
 // memory. Lane 4 row + column holds
 //   of keys [16 tokens, values]: tokens row and row + 8, of each 32 values the 8 from 8 column on, so the values of a
 //     product are a permutation that the queries [values, 8 heads] follow;
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   begin_next_kernel();
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0); // the compiler sees that it is the same in all lanes
-  const u32 request = blockIdx.y, kv_head = blockIdx.x / p.splits;
+  const u32 request = blockIdx.y, kv_head = blockIdx.x % p.kv_heads;
   wait_for_previous_kernel();
   // In one load: of two, the compiler has the second one wait for what depends on the first.
   const int given = lane % 2 ? p.rows[request] : p.lengths[request];
@@ -160,14 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   const int *const slots = p.table + (long long)__shfl_sync(~0u, given, 1) * p.table_stride;
   const int first = max(0, length - p.window), tiles = (length - first + TILE - 1) / TILE;
   const int share = max((tiles + p.splits - 1) / (u32)p.splits, WARPS); // tiles of a block
-  const int begin = blockIdx.x % p.splits * share, end = min(begin + share, tiles);
+  const int begin = blockIdx.x / (u32)p.kv_heads * share, end = min(begin + share, tiles);
   if (begin >= end) return;
   // Of a tile the lane's slot; behind the end it is the last token's, whose weight there is zero.
   const auto slot_of = [&](int tile) { return slots[min(first + tile * TILE + lane % TILE, length - 1)]; };
   int tile = begin + warp, slot = slot_of(tile), next_slot = 0;
   if (threadIdx.x == 0) {
     pair = request * p.kv_heads + kv_head;
-    split = blockIdx.x % p.splits;
+    split = blockIdx.x / (u32)p.kv_heads;
     active = (tiles + share - 1) / (u32)share;
   }
 

@@ -95,6 +95,8 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void *from, u32 bytes, u
                : "memory");
 }
 
+__device__ __forceinline__ void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 __device__ __forceinline__ void tensor_copy(u32 to, const TensorMap *map, int c1, int c2, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
                "l"(map), "n"(0), "r"(c1), "r"(c2), "r"(barrier)

@@ -126,10 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  begin_next_kernel();
 
   if (warp == WN * WK) { // the producer; the weights, which no kernel writes, need not wait for the previous one
     if (lane == 0) {
+      fetch_map(&p.w_map);
+      fetch_map(&p.x_map);
       Place at = start;
       auto load_w = [&](int j) {
         const int s = j % STAGES;
@@ -155,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
         load_w(j);
         load_x(j);
       }
+      begin_next_kernel(); // not before: what it loads early would delay what this one waits for
     }
     return;
   }

@@ -173,6 +173,7 @@ SMALL = (  # nb rb wn wk u stages blocks, microseconds
     SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.331, 1.352),
     SmallTiling(1, 4, 2, 4, 1, 2, 2, 2.242, 4.461),
     SmallTiling(1, 4, 2, 8, 1, 2, 1, 2.284, 9.130, cut=True),
+    SmallTiling(1, 4, 4, 2, 1, 3, 1, 1.120, 4.000),
     SmallTiling(2, 2, 1, 8, 1, 3, 1, 0.867, 3.198),
     SmallTiling(2, 2, 2, 8, 1, 2, 1, 1.602, 1.675),
     SmallTiling(2, 2, 4, 2, 1, 3, 2, 1.358, 5.050),
@@ -189,6 +190,7 @@ SMALL_ELSEWHERE = (
     SmallTiling(8, 2, 4, 1, 1, 2, 1, 2.0, 8.0),
 )  # fmt: skip
 WIDE = (  # columns groups mt, microseconds
+    WideTiling(32, 4, 1, 0.581, 7.050, 5.0),
     WideTiling(64, 2, 1, 0.568, 2.763),
     WideTiling(64, 3, 1, 0.786, 4.089),
     WideTiling(64, 4, 1, 0.959, 5.012),
