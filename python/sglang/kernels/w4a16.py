@@ -254,7 +254,7 @@ def gemm(
         fusion: what a small tiling computes besides.
     """
     (m, k), n, index = x.shape, scale.shape[0], x.device.index
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(index)
     memory = weight.data_ptr(), weight.shape[0], weight.shape[1], scale.data_ptr(), _address(bias)
     stride = x.stride(0) if m > 1 else k
     if isinstance(tiling, SmallTiling):
@@ -336,6 +336,7 @@ def _wide(
     return kernel.launch((clusters * cluster, 1), tiling.shared, stream, params, cluster)
 
 
+@lru_cache(4096)
 def _weight_map(weight: int, blocks: int, k_units: int, box: tuple[int, int]) -> TensorMap:
     return tensor_map(
         weight, 8, (UNIT // 8, k_units, blocks), (UNIT, k_units * UNIT), (UNIT // 8, box[1], box[0]), False

@@ -357,8 +357,8 @@ class RowParallelLinear(ReplicatedLinear):
             reader: the only layer that reads the first result, which is unscaled if both can do that.
         """
         rows = x.shape[0]
-        fuses = reader is not None and reader.fuses(Fusable.UNSCALED_INPUT, rows)
-        if fuses and self.tp.size == 1 and self.fuses(Fusable.ADD_RMS_NORM, rows) and residual.is_contiguous():
+        fuses = reader is not None and self.tp.size == 1 and reader.fuses(Fusable.UNSCALED_INPUT, rows)
+        if fuses and self.fuses(Fusable.ADD_RMS_NORM, rows) and residual.is_contiguous():
             step = AddRMSNorm(residual, norm.weight, norm.variance_epsilon)
             return self.quant_method.apply_fused(self, x, self.bias, add_rms_norm=step), residual
         x, residual = norm(self(x), residual)

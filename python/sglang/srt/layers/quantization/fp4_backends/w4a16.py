@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,7 +15,7 @@ import torch
 
 from sglang.kernels import w4a16
 from sglang.kernels.w4a16_layout import pack
-from sglang.kernels.w4a16_tilings import SmallTiling
+from sglang.kernels.w4a16_tilings import MAX_SMALL_M, SmallTiling
 from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, Rows, UnscaledRows
 from sglang.srt.layers.quantization.fp4_target import Target, at_least
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
@@ -98,9 +97,13 @@ def _write(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()  # nothing to do for a layer's own
     index = x.device.index
-    with torch.cuda.device(index) if torch.cuda.current_device() != index else nullcontext():
-        way = w4a16.device(index).choose(m, n, k, rank)
-        w4a16.gemm(x, weight, scale, bias, tuple(zip(sizes, scales, strict=True)), y, way, fusion)
+    way = w4a16.device(index).choose(m, n, k, rank)
+    parts = tuple(zip(sizes, scales, strict=True))
+    if torch.cuda.current_device() == index:
+        w4a16.gemm(x, weight, scale, bias, parts, y, way, fusion)
+        return
+    with torch.cuda.device(index):
+        w4a16.gemm(x, weight, scale, bias, parts, y, way, fusion)
 
 
 def _shape_of_gemm(
@@ -182,15 +185,19 @@ class W4A16Backend(Fp4GemmBackend):
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         weight.check_owner(self)
         assert isinstance(weight, W4A16Weight)
-        y: torch.Tensor = torch.ops.sglang.w4a16_gemm(
-            x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank
-        )
+        # An operator of torch costs microseconds, of which a prompt's step has hundreds.
+        multiply = torch.ops.sglang.w4a16_gemm if torch.compiler.is_compiling() else _gemm
+        y: torch.Tensor = multiply(x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank)
         return y
 
     def fuses(self, weight: PreparedWeight, step: Fusable, rows: int) -> bool:
         assert isinstance(weight, W4A16Weight)
         n, device = weight.scale.shape[0], w4a16.device(weight.packed.device.index)
-        if n % SUMMED or not isinstance(device.choose(rows, n, weight.in_features, self.rank), SmallTiling):
+        if (
+            rows > MAX_SMALL_M
+            or n % SUMMED
+            or not isinstance(device.choose(rows, n, weight.in_features, self.rank), SmallTiling)
+        ):
             return False
         return step is not Fusable.SILU_AND_MUL or (len(weight.sizes) == 2 and weight.sizes[0] == weight.sizes[1])
 
