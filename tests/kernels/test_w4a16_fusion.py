@@ -23,7 +23,7 @@ ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
 ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 HOST = w4a16.Device(0, (8, 0), 3, ((1, 3),), torch.empty(1 << 22, dtype=torch.uint8), torch.zeros(6, dtype=torch.int32))
 # One of each number of columns, row blocks that are odd and even for a warp, and tiles that blocks share.
-ON_HOST_TILINGS = (SMALL[0], SMALL[3], SMALL[4], SMALL[5], SMALL[8], SMALL_ELSEWHERE[0])
+ON_HOST_TILINGS = (SMALL[0], SMALL[3], SMALL[4], SMALL[6], SMALL[9], SMALL_ELSEWHERE[0])
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@
 //
 // Of each request, blockIdx.y, `splits` blocks share a KV head; as many of them work as its length asks for, each on a
 // share of its tokens, and the one that ends last merges what they found. Those with a share have the lower numbers:
-// multiprocessors take blocks in turn. A warp takes TILE tokens at a time and all GROUP query heads that read them: two products of tensor cores (mma.m16n8k16) whose first operand comes straight from
-// memory. Lane 4 row + column holds
+// multiprocessors take blocks in turn. A warp takes TILE tokens at a time and all GROUP query heads that read them: two
+// products of tensor cores (mma.m16n8k16) whose first operand comes straight from memory. Lane 4 row + column holds
 //   of keys [16 tokens, values]: tokens row and row + 8, of each 32 values the 8 from 8 column on, so the values of a
 //     product are a permutation that the queries [values, 8 heads] follow;
 //   of scores [16 tokens, 8 heads]: tokens row and row + 8, heads 2 column and 2 column + 1;
