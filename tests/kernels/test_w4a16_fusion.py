@@ -91,7 +91,7 @@ def tilings(device: str) -> tuple[SmallTiling, ...]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_the_gate_has_the_bits_of_the_operator(device: str, dtype: torch.dtype) -> None:
-    for tiling in tilings(device):
+    for tiling in tilings(device)[: 2 if dtype == FP16 and device == "cpu" else None]:  # compiling takes seconds
         most = 8 * tiling.nb
         # A tile that both halves end in, and one that the gates end before.
         for n, k, m in ((160, 192, 1), (352, 320, most), (64, 1088, most + 1)):
