@@ -43,7 +43,7 @@ INSTRUCTIONS = {
     """asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));""": (
-        "host::multiply<HALF ? host::from_half : host::from_bf16>(*(float (*)[4])c, {a[0], a[1], a[2], a[3], b0, b1});"
+        "host::multiply<TYPE ? host::from_half : host::from_bf16>(*(float (*)[4])c, {a[0], a[1], a[2], a[3], b0, b1});"
     ),
     """asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");""": (
         "memset(host::shared + to, 0, 16), memcpy(host::shared + to, from, bytes);"

@@ -29,15 +29,11 @@ struct NormParams {
 __device__ __forceinline__ float block_sum(float v) { // the same bits in every thread; once in a kernel
   __shared__ float sums[32];
   const int lane = threadIdx.x & 31, warps = blockDim.x / 32;
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  v = warp_sum(v);
   if (warps == 1) return v;
   if (lane == 0) sums[threadIdx.x / 32] = v;
   __syncthreads();
-  v = lane < warps ? sums[lane] : 0.f;
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  return v;
+  return warp_sum(lane < warps ? sums[lane] : 0.f);
 }
 
 // A block per row, PER packs per thread. Aligned rows, n a multiple of WIDE, at most PER * WIDE * blockDim.x. Weights

@@ -28,6 +28,12 @@ __device__ __forceinline__ T narrow(float v) {
 
 __device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
 
+__device__ __forceinline__ float warp_sum(float v) { // the same bits in every lane
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+
 // x of a rotated head; y is the value of the other half that belongs to it. Rounded twice, as torch does.
 __device__ __forceinline__ T rotated(T x, T y, T cos, T signed_sin) {
   return narrow(fmaf(widen(y), widen(signed_sin), rounded(widen(x) * widen(cos))));

@@ -45,7 +45,7 @@ Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
 @cache
 def source(name: str, columns: int = 0) -> str:
     """Of "small", "dequantize" or "wgmma"; the last one's operand list depends on ``columns``."""
-    common = "".join((_FOLDER / file).read_text() for file in ("pdl.cuh", "w4a16_common.cuh"))
+    common = "".join((_FOLDER / file).read_text() for file in ("pdl.cuh", "values.cuh", "w4a16_common.cuh"))
     return common + (_wgmma_instruction(columns) if columns else "") + (_FOLDER / f"w4a16_{name}.cu").read_text()
 
 
@@ -66,7 +66,7 @@ def program(tiling: Way, dtype: torch.dtype, capability: tuple[int, int]) -> Pro
     """What to compile for ``tiling``; None means the dequantising kernel."""
     arch = nvrtc.architecture(capability)
     if tiling is None:
-        return source("dequantize"), arch, (f"-DHALF={int(dtype == torch.float16)}",)
+        return source("dequantize"), arch, (f"-DTYPE={int(dtype == torch.float16)}",)
     if isinstance(tiling, WideTiling):
         return source("wgmma", tiling.columns), arch, tiling.options(dtype)
     return source("small"), arch, tiling.options(dtype)

@@ -1,4 +1,5 @@
-// What the kernels of w4a16_small.cu and w4a16_wgmma.cu share; put in front of either by w4a16.py, behind pdl.cuh.
+// What the kernels of w4a16_small.cu and w4a16_wgmma.cu share; put in front of either by w4a16.py, behind pdl.cuh
+// and values.cuh.
 
 #ifndef BULK // bulk and tensor copies that complete on mbarriers, programmatic dependent launch
 #define BULK (__CUDA_ARCH__ >= 900)
@@ -6,7 +7,7 @@
 #define UNIT 1152
 #define PIECE(g, t) (((g) * 4 + ((t) ^ ((g) >> 1 & 3))) * 16) // in a step: the codes of rows g and g + 8, k 16 t up
 #define CONTROL 1024 // bytes of shared memory for barriers, which keeps what follows aligned for the swizzle
-#if HALF
+#if TYPE
 #define TYPES "f16.f16"
 #else
 #define TYPES "bf16.bf16"
@@ -18,7 +19,7 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   u32 d;
-#if HALF
+#if TYPE
   asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
 #elif __CUDA_ARCH__ >= 900
   asm("mul.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -45,7 +46,7 @@ __device__ __forceinline__ u32 high2(u32 v) {
 // no exponent out of range.
 __device__ __forceinline__ void dequantize(u32 q, u32 scales, u32 *w) {
   const u32 s0 = low2(scales), s1 = high2(scales);
-#if HALF
+#if TYPE
   w[0] = mul2((q << 6) & 0x8E008E00u, s0);
   w[1] = mul2((q << 9) & 0x8E008E00u, s1);
   w[2] = mul2((q & 0x08000800u) | ((q << 2) & 0x86008600u), s0);
@@ -61,30 +62,10 @@ __device__ __forceinline__ void dequantize(u32 q, u32 scales, u32 *w) {
 // Scales of rows g and g + 8 of step `half`, subnormal ones too, times the power of two that brings e2m1 bits to
 // value * 2^-7.
 __device__ __forceinline__ u32 decode_scales(u32 bytes, int half) {
-#if HALF
+#if TYPE
   return mul2((half ? bytes >> 1 : bytes << 7) & 0x3F803F80u, 0x78007800u);
 #else
   return mul2(mul2((half ? bytes >> 4 : bytes << 4) & 0x07F007F0u, 0x7F007F00u), 0x77807780u);
-#endif
-}
-
-__device__ __forceinline__ u16 to_output(float v) {
-  u16 r;
-#if HALF
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-#endif
-  return r;
-}
-
-__device__ __forceinline__ float from_input(u16 v) {
-#if HALF
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
-  return r;
-#else
-  return __uint_as_float((u32)v << 16);
 #endif
 }
 

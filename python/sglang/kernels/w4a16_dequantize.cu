@@ -1,6 +1,6 @@
 // Units of w4a16_small.cu as a matrix that cuBLAS takes: e2m1 * e4m3 * 2^-7, exact. A warp writes 16 rows x 64 k.
 //
-// Macros: HALF.
+// Macros: TYPE.
 struct DequantizeParams {
   const char *w; // [row_blocks][k_units][UNIT]
   u16 *out;      // [16 row_blocks, K]: e2m1 * e4m3 * 2^-7

@@ -19,7 +19,7 @@
 //   residual: the product is added to it; Y is the sum times norm_weight, and `squares` has what is still to be divided
 //     by, the root of the mean of the sum's squares. x_squares: X is such a Y, which the product is divided for.
 //
-// Macros: HALF (fp16, else bf16), NB (8 NB rows of X at most), RB, WN, WK, U (units of a warp in a stage), STAGES,
+// Macros: TYPE (0: bfloat16, 1: float16), NB (8 NB rows of X at most), RB, WN, WK, U (units of a warp in a stage), STAGES,
 // MINB (blocks per multiprocessor), CUT.
 #define ROWS (16 * RB * WN)
 #define COLS (8 * NB)
@@ -83,14 +83,6 @@ __device__ __forceinline__ void take(int *ready) {
 }
 
 __device__ __forceinline__ void fetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
-__device__ __forceinline__ float rounded(float v) { return from_input(to_output(v)); }
-
-__device__ __forceinline__ float warp_sum(float v) { // the same bits in every lane
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  return v;
-}
 
 struct Place { // of a stage in the work of a block
   int tile, stage;
@@ -301,11 +293,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
         const int row = p.gate_blocks ? e / (ROWS / 2) : e / ROWS, place = e - row * width, n = tile * width + place;
         if (n >= columns) continue;
         const long long y_row = blockIdx.y * COLS + row, to = y_row * columns + n;
-        const float residual = p.residual ? from_input(p.residual[to]) : 0.f;
+        const float residual = p.residual ? widen(p.residual[to]) : 0.f;
         const float factor = 128.f * (p.x_squares ? x_scale[row] : 1.f);
         auto product = [&](float v, int at) {
           v *= factor * p.scale[at];
-          return p.bias ? v + from_input(p.bias[at]) : v;
+          return p.bias ? v + widen(p.bias[at]) : v;
         };
         float v = product(sum(row, place), n);
         if (p.gate_blocks) {
@@ -314,12 +306,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) w4a16_gemm(const __g
         }
         if (p.residual) { // a warp has 32 neighbouring columns of a row
           v = rounded(rounded(v) + residual);
-          p.residual[to] = to_output(v);
+          p.residual[to] = narrow(v);
           const float square = warp_sum(v * v);
           if (lane == 0) p.squares[y_row * (columns / 32) + n / 32] = square;
-          v *= from_input(p.norm_weight[n]);
+          v *= widen(p.norm_weight[n]);
         }
-        p.y[to] = to_output(v);
+        p.y[to] = narrow(v);
       }
     if (RED_BUFFERS == 1 || later) consumers_sync();
     if (later && tid == 0) give(p.ready + range);

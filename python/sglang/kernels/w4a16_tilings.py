@@ -73,7 +73,7 @@ class SmallTiling:
     def options(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Macros for the compiler."""
         return _macros(
-            HALF=int(dtype == torch.float16), NB=self.nb, RB=self.rb, WN=self.wn, WK=self.wk, U=self.u,
+            TYPE=int(dtype == torch.float16), NB=self.nb, RB=self.rb, WN=self.wn, WK=self.wk, U=self.u,
             STAGES=self.stages, MINB=self.blocks, CUT=int(self.cut),
         )  # fmt: skip
 
@@ -150,7 +150,7 @@ class WideTiling:
         """Macros for the compiler."""
         registers, copying = self.registers
         return _macros(
-            HALF=int(dtype == torch.float16), COLS=self.columns, WG=self.groups, MT=self.mt, X_STAGES=self.stages[0],
+            TYPE=int(dtype == torch.float16), COLS=self.columns, WG=self.groups, MT=self.mt, X_STAGES=self.stages[0],
             W_STAGES=self.stages[1], REGISTERS=registers, COPY_REGISTERS=copying,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@
 // either take a share of K each (`split` of them) and add their sums over distributed shared memory, in order; or two of
 // them (`share`) have neighbouring weight rows and the same rows of X, of which each copies half for both.
 //
-// Macros: HALF, COLS, WG, MT, X_STAGES (of 64 k), W_STAGES (of 128 k), REGISTERS (of a multiplying thread), COPY_REGISTERS.
+// Macros: TYPE, COLS, WG, MT, X_STAGES (of 64 k), W_STAGES (of 128 k), REGISTERS (of a multiplying thread), COPY_REGISTERS.
 #define ROWS (64 * WG * MT)
 #define STAGE_X (COLS * 128)
 #define STAGE_W (ROWS / 16 * UNIT)
@@ -31,16 +31,6 @@ struct WideParams {
 
 __device__ __forceinline__ u64 descriptor(u32 address) { // K-major, 128-byte swizzle, 1024 bytes per eight rows
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3FFFF) >> 4;
-}
-
-__device__ __forceinline__ u32 to_output2(float low, float high) {
-  u32 r;
-#if HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
-  return r;
 }
 
 // Tiles that run at the same time share weights and X: bands of BAND tiles along M, along N within a band.
@@ -193,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(con
       for (int h = 0; h < 2; ++h) {
         const int n = n_warp + i * 16 + g + 8 * h;
         scale[i][h] = n < p.n ? p.scale[n] : 0.f;
-        bias[i][h] = p.bias && n < p.n ? from_input(p.bias[n]) : 0.f;
+        bias[i][h] = p.bias && n < p.n ? widen(p.bias[n]) : 0.f;
       }
     const u32 at = w_ring + W_STAGES * STAGE_W + warp * PATCH;
     auto place = [](int row, int chunk) { return (row * CHUNKS + (chunk ^ (row * CHUNKS / 8 & (CHUNKS - 1)))) * 16; };
@@ -203,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) w4a16_wgmma(con
       for (int q = 0; q < 4; ++q) {
         const int i = q / 2 % MT, h = q & 1;
         const float *const from = v[q / 2] + 2 * h;
-        out[q] = to_output2(from[0] * 128.f * scale[i][h] + bias[i][h], from[1] * 128.f * scale[i][h] + bias[i][h]);
+        out[q] = pair_of<TYPE == 1>(from[0] * 128.f * scale[i][h] + bias[i][h], from[1] * 128.f * scale[i][h] + bias[i][h]);
       }
       const int q = lane >> 3;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + place(q / CHUNKS * 8 + (lane & 7), q % CHUNKS)),
