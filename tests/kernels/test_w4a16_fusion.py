@@ -12,7 +12,7 @@ from sglang.kernels import layers, w4a16
 from sglang.kernels.w4a16_layout import pack
 from sglang.kernels.w4a16_tilings import SMALL, SMALL_ELSEWHERE, SmallTiling
 from sglang.srt.layers.cuda_operators import CudaOperators
-from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, UnscaledRows
+from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, SiluAndMul, UnscaledRows
 from sglang.srt.layers.quantization.fp4_backends.w4a16 import W4A16Backend
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4Weight
 
@@ -168,14 +168,14 @@ def test_a_chain_of_layers(device: str, rows: int, monkeypatch: pytest.MonkeyPat
     x, after = operators.add_rms_norm(down(operators.silu_and_mul(gate_up(x))), between, norms[1], EPS)
     wanted = qkv(x)
 
-    assert all(layer.fuses(Fusable.ADD_RMS_NORM, rows) for layer in (o_proj, down))
-    assert gate_up.fuses(Fusable.UNSCALED_INPUT, rows) and gate_up.fuses(Fusable.SILU_AND_MUL, rows)
-    assert qkv.fuses(Fusable.UNSCALED_INPUT, rows) and not qkv.fuses(Fusable.SILU_AND_MUL, rows)
+    assert all(layer.fuses(AddRMSNorm, rows) for layer in (o_proj, down))
+    assert gate_up.fuses(UnscaledRows, rows) and gate_up.fuses(SiluAndMul, rows)
+    assert qkv.fuses(UnscaledRows, rows) and not qkv.fuses(SiluAndMul, rows)
     stream = residual.clone()
-    rest = o_proj.fused(attention, None, add_rms_norm=AddRMSNorm(stream, norms[0], EPS))
+    rest = o_proj.fused(attention, None, AddRMSNorm(stream, norms[0], EPS))
     assert isinstance(rest, UnscaledRows) and torch.equal(stream, between)
-    inner_values = gate_up.fused(rest, None, silu_and_mul=True)
-    rest = down.fused(inner_values, None, add_rms_norm=AddRMSNorm(stream, norms[1], EPS))
+    inner_values = gate_up.fused(rest, None, SiluAndMul())
+    rest = down.fused(inner_values, None, AddRMSNorm(stream, norms[1], EPS))
     found = qkv.fused(rest, None)
     assert isinstance(found, torch.Tensor) and found.shape == wanted.shape
     for ours, theirs in ((stream, after), (found, wanted)):
@@ -188,11 +188,11 @@ def test_what_can_be_fused(device: str) -> None:
         scale = torch.zeros(n, k // 16, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.ones(len(sizes), device=device)
         layer = NvFp4Linear(NvFp4Weight(packed, scale, scales, sizes, Activation.NONE, dtype), W4A16Backend())
-        return " ".join(step.name for step in Fusable if layer.fuses(step, rows))
+        return " ".join(step.__name__ for step in (UnscaledRows, SiluAndMul, AddRMSNorm) if layer.fuses(step, rows))
 
-    everything = "UNSCALED_INPUT SILU_AND_MUL ADD_RMS_NORM"
+    everything = "UnscaledRows SiluAndMul AddRMSNorm"
     assert fuses(1) == fuses(8) == everything
-    assert fuses(1, dtype=FP16) == "SILU_AND_MUL", "sums without the division are too large for float16"
-    assert fuses(1, sizes=(48, 16)) == fuses(1, sizes=(64,)) == "UNSCALED_INPUT ADD_RMS_NORM"
+    assert fuses(1, dtype=FP16) == "SiluAndMul", "sums without the division are too large for float16"
+    assert fuses(1, sizes=(48, 16)) == fuses(1, sizes=(64,)) == "UnscaledRows AddRMSNorm"
     assert fuses(1, n=48, sizes=(24, 24)) == fuses(1000) == ""
     assert fuses(1, k=48) == "", "the input is padded"

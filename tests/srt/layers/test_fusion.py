@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, Rows, UnscaledRows, count_of
+from sglang.srt.layers.fusion import SUMMED, Rows, SiluAndMul, Step, Then, UnscaledRows, count_of
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from step_harness import Stepper, make_model, make_runner
 
@@ -26,17 +26,10 @@ class Method:
         self.refused = refused
         self.taken: Counter[str] = Counter()
 
-    def fuses(self, layer: nn.Module, step: Fusable, rows: int) -> bool:
+    def fuses(self, layer: nn.Module, step: Step, rows: int) -> bool:
         return rows <= MOST_ROWS and self.refused not in str(layer.prefix)
 
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: Rows,
-        bias: torch.Tensor | None = None,
-        silu_and_mul: bool = False,
-        add_rms_norm: AddRMSNorm | None = None,
-    ) -> Rows:
+    def apply_fused(self, layer: nn.Module, x: Rows, bias: torch.Tensor | None = None, then: Then = None) -> Rows:
         assert count_of(x) <= MOST_ROWS and self.refused not in str(layer.prefix)
         name = str(layer.prefix).rpartition(".")[2]
         if isinstance(x, UnscaledRows):
@@ -46,16 +39,16 @@ class Method:
             y = y if bias is None else y + bias
         else:
             y = layer.linear(x, bias)  # type: ignore[operator]
-        if silu_and_mul:
+        if isinstance(then, SiluAndMul):
             self.taken[f"{name} silu"] += 1
             gate, up = y.chunk(2, dim=-1)
             return F.silu(gate) * up
-        if add_rms_norm is None:
+        if then is None:
             return y
         self.taken[f"{name} add"] += 1
-        total = add_rms_norm.residual.add_(y)
+        total = then.residual.add_(y)
         squares = total.square().view(len(total), -1, SUMMED).sum(-1)
-        return UnscaledRows(total * add_rms_norm.weight, squares, add_rms_norm.eps)
+        return UnscaledRows(total * then.weight, squares, then.eps)
 
 
 @pytest.mark.parametrize(

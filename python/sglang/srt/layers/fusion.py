@@ -4,19 +4,10 @@ transformer. Each saves a launch and a way through memory, which at few rows is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 SUMMED = 32  # squares in a sum
-
-
-class Fusable(Enum):
-    """Steps beside a product: its input comes as :class:`UnscaledRows`, or what follows it."""
-
-    UNSCALED_INPUT = "unscaled input"
-    SILU_AND_MUL = "silu and mul"
-    ADD_RMS_NORM = "add and RMS norm"
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,15 @@ class AddRMSNorm:
     eps: float
 
 
+@dataclass(frozen=True)
+class SiluAndMul:
+    """What follows a product of two equal halves: ``silu(first) * second``."""
+
+
 Rows = torch.Tensor | UnscaledRows
+Then = SiluAndMul | AddRMSNorm | None
+# What can be asked for together with a product: its input, or what follows it.
+Step = type[UnscaledRows] | type[SiluAndMul] | type[AddRMSNorm]
 
 
 def count_of(rows: Rows) -> int:

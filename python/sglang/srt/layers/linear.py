@@ -14,7 +14,7 @@ from torch import nn
 
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows, UnscaledRows, count_of
+from sglang.srt.layers.fusion import AddRMSNorm, Rows, SiluAndMul, Step, UnscaledRows, count_of
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.operators import operators_for
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig, register_weight
@@ -180,7 +180,7 @@ class LinearBase(nn.Module):
         assert isinstance(y, torch.Tensor)
         return y
 
-    def fuses(self, step: Fusable, rows: int) -> bool:
+    def fuses(self, step: Step, rows: int) -> bool:
         """Whether ``step`` can be had together with a product of ``rows`` rows."""
         return self.quant_method.fuses(self, step, rows)
 
@@ -269,8 +269,8 @@ class MergedColumnParallelLinear(LinearBase):
 
     def silu_and_mul(self, x: Rows) -> torch.Tensor:
         """``silu(gate) * up`` [..., N / 2] of this layer's two outputs."""
-        if (isinstance(x, UnscaledRows) or x.dim() == 2) and self.fuses(Fusable.SILU_AND_MUL, count_of(x)):
-            y = self.quant_method.apply_fused(self, x, self.bias, silu_and_mul=True)
+        if (isinstance(x, UnscaledRows) or x.dim() == 2) and self.fuses(SiluAndMul, count_of(x)):
+            y = self.quant_method.apply_fused(self, x, self.bias, SiluAndMul())
             assert isinstance(y, torch.Tensor)
             return y
         y = self(x)
@@ -357,9 +357,9 @@ class RowParallelLinear(ReplicatedLinear):
             reader: the only layer that reads the first result, which is unscaled if both can do that.
         """
         rows = x.shape[0]
-        fuses = reader is not None and self.tp.size == 1 and reader.fuses(Fusable.UNSCALED_INPUT, rows)
-        if fuses and self.fuses(Fusable.ADD_RMS_NORM, rows) and residual.is_contiguous():
-            step = AddRMSNorm(residual, norm.weight, norm.variance_epsilon)
-            return self.quant_method.apply_fused(self, x, self.bias, add_rms_norm=step), residual
+        fuses = reader is not None and self.tp.size == 1 and reader.fuses(UnscaledRows, rows)
+        if fuses and self.fuses(AddRMSNorm, rows) and residual.is_contiguous():
+            then = AddRMSNorm(residual, norm.weight, norm.variance_epsilon)
+            return self.quant_method.apply_fused(self, x, self.bias, then), residual
         x, residual = norm(self(x), residual)
         return x, residual

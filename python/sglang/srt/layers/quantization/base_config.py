@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows
+from sglang.srt.layers.fusion import Rows, Step, Then
 
 # Layers that are multiplied as one, and the parts that checkpoints store.
 PACKED_MODULES = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -65,25 +65,18 @@ class LinearMethodBase(ABC):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] times the layer's weight, plus ``bias``: [..., N] in ``params_dtype``."""
 
-    def fuses(self, layer: nn.Module, step: Fusable, rows: int) -> bool:
+    def fuses(self, layer: nn.Module, step: Step, rows: int) -> bool:
         """Whether :meth:`apply_fused` takes ``step`` together with a product of ``rows`` rows; alone, or an input that
         is unscaled with one that follows."""
         return False
 
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: Rows,
-        bias: torch.Tensor | None = None,
-        silu_and_mul: bool = False,
-        add_rms_norm: AddRMSNorm | None = None,
-    ) -> Rows:
+    def apply_fused(self, layer: nn.Module, x: Rows, bias: torch.Tensor | None = None, then: Then = None) -> Rows:
         """``apply`` on rows [T, K] that may be unscaled, and what follows it, of which :meth:`fuses` said yes.
 
         Returns:
-            [T, N]; [T, N / 2] with ``silu_and_mul``; :class:`UnscaledRows` with ``add_rms_norm``.
+            [T, N]; [T, N / 2] for :class:`SiluAndMul`; :class:`UnscaledRows` for :class:`AddRMSNorm`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} only multiplies")
 
     def weight_bytes(self, layer: nn.Module) -> int:
         """Memory that the layer's weights take, in whatever form they are held."""

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.layers.backend_registry import BackendRegistry, ranked
-from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows
+from sglang.srt.layers.fusion import Rows, Step, Then
 from sglang.srt.layers.quantization.fp4_target import Target as Target  # importers take it from here
 
 if TYPE_CHECKING:
@@ -131,21 +131,14 @@ class Fp4GemmBackend(ABC):
     def apply(self, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` [M > 0, padded K] of the layer's dtype to [M, padded N]; ``bias`` [padded N] or None."""
 
-    def fuses(self, weight: PreparedWeight, step: Fusable, rows: int) -> bool:
+    def fuses(self, weight: PreparedWeight, step: Step, rows: int) -> bool:
         """Whether :meth:`apply_fused` takes ``step`` together with a product of ``rows`` rows; alone, or an input that
         is unscaled with one that follows."""
         return False
 
-    def apply_fused(
-        self,
-        x: Rows,
-        weight: PreparedWeight,
-        bias: torch.Tensor | None,
-        silu_and_mul: bool = False,
-        add_rms_norm: AddRMSNorm | None = None,
-    ) -> Rows:
+    def apply_fused(self, x: Rows, weight: PreparedWeight, bias: torch.Tensor | None, then: Then) -> Rows:
         """See ``LinearMethodBase.apply_fused``; nothing is padded."""
-        raise NotImplementedError
+        raise NotImplementedError(f"backend {self.name} only multiplies")
 
 
 _registry: BackendRegistry[Fp4GemmBackend] = BackendRegistry("FP4 GEMM")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows
+from sglang.srt.layers.fusion import Rows, Step, Then
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
 from sglang.srt.layers.quantization.fp4_autotune import backends_for
 from sglang.srt.layers.quantization.fp4_utils import Target
@@ -106,20 +106,13 @@ class NvFp4LinearMethodBase(LinearMethodBase):
         linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
         return linear(x, bias)
 
-    def fuses(self, layer: nn.Module, step: Fusable, rows: int) -> bool:
+    def fuses(self, layer: nn.Module, step: Step, rows: int) -> bool:
         linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
         return linear.fuses(step, rows)
 
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: Rows,
-        bias: torch.Tensor | None = None,
-        silu_and_mul: bool = False,
-        add_rms_norm: AddRMSNorm | None = None,
-    ) -> Rows:
+    def apply_fused(self, layer: nn.Module, x: Rows, bias: torch.Tensor | None = None, then: Then = None) -> Rows:
         linear: NvFp4Linear = layer.nvfp4  # type: ignore[assignment]
-        return linear.fused(x, bias, silu_and_mul, add_rms_norm)
+        return linear.fused(x, bias, then)
 
     def weight_bytes(self, layer: nn.Module) -> int:
         linear: NvFp4Linear | None = getattr(layer, "nvfp4", None)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
-from sglang.srt.layers.fusion import AddRMSNorm, Fusable, Rows, count_of
+from sglang.srt.layers.fusion import Rows, SiluAndMul, Step, Then, count_of
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
 from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE, nvfp4_global_scale
 from sglang.srt.utils.progress import progress_of
@@ -269,21 +269,19 @@ class NvFp4Linear:
             start += size
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).reshape(shape)
 
-    def fuses(self, step: Fusable, rows: int) -> bool:
+    def fuses(self, step: Step, rows: int) -> bool:
         """Whether :meth:`fused` takes ``step`` together with a product of ``rows`` rows."""
-        if step is not Fusable.SILU_AND_MUL and self.dtype != torch.bfloat16:
+        if step is not SiluAndMul and self.dtype != torch.bfloat16:
             return False  # without the division, sums times weights may be too large for float16
         backend, segments = self._choice(rows)
         whole = len(segments) == 1 and segments[0].pre_quant_scale is None
         padded = self.in_padding or self.out_features % backend.out_multiple
         return whole and not padded and backend.fuses(segments[0].prepared, step, rows)
 
-    def fused(
-        self, x: Rows, bias: torch.Tensor | None, silu_and_mul: bool = False, add_rms_norm: AddRMSNorm | None = None
-    ) -> Rows:
+    def fused(self, x: Rows, bias: torch.Tensor | None, then: Then = None) -> Rows:
         """See :meth:`LinearMethodBase.apply_fused`."""
         backend, segments = self._choice(count_of(x))
-        return backend.apply_fused(x, segments[0].prepared, bias, silu_and_mul, add_rms_norm)
+        return backend.apply_fused(x, segments[0].prepared, bias, then)
 
     def _choice(self, rows: int) -> tuple[Fp4GemmBackend, list[Segment]]:
         if len(self._by_rows) == 1:

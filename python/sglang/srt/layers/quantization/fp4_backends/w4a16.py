@@ -16,7 +16,7 @@ import torch
 from sglang.kernels import w4a16
 from sglang.kernels.w4a16_layout import pack
 from sglang.kernels.w4a16_tilings import MAX_SMALL_M, SmallTiling
-from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Fusable, Rows, UnscaledRows
+from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Rows, SiluAndMul, Step, Then, UnscaledRows
 from sglang.srt.layers.quantization.fp4_target import Target, at_least
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Weight
@@ -72,26 +72,12 @@ def _gemm(
     sizes: Sequence[int],
     scales: Sequence[float],
     rank: int,
+    fusion: w4a16.Fusion = w4a16.PLAIN,
 ) -> torch.Tensor:
-    y = x.new_empty(x.shape[0], scale.shape[0])
-    _write(x, weight, scale, bias, sizes, scales, rank, y, w4a16.PLAIN)
-    return y
-
-
-def _write(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    sizes: Sequence[int],
-    scales: Sequence[float],
-    rank: int,
-    y: torch.Tensor,
-    fusion: w4a16.Fusion,
-) -> None:
     (m, k), n = x.shape, scale.shape[0]
+    y = x.new_empty(m, n // 2 if fusion.gate else n)
     if m == 0:
-        return
+        return y
     if x.stride(1) != 1 or x.data_ptr() % 16 or (m > 1 and x.stride(0) % 8):
         x = x.clone(memory_format=torch.contiguous_format)
     if bias is not None:
@@ -101,9 +87,10 @@ def _write(
     parts = tuple(zip(sizes, scales, strict=True))
     if torch.cuda.current_device() == index:
         w4a16.gemm(x, weight, scale, bias, parts, y, way, fusion)
-        return
+        return y
     with torch.cuda.device(index):
         w4a16.gemm(x, weight, scale, bias, parts, y, way, fusion)
+    return y
 
 
 def _shape_of_gemm(
@@ -190,7 +177,7 @@ class W4A16Backend(Fp4GemmBackend):
         y: torch.Tensor = multiply(x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank)
         return y
 
-    def fuses(self, weight: PreparedWeight, step: Fusable, rows: int) -> bool:
+    def fuses(self, weight: PreparedWeight, step: Step, rows: int) -> bool:
         assert isinstance(weight, W4A16Weight)
         n, device = weight.scale.shape[0], w4a16.device(weight.packed.device.index)
         if (
@@ -199,26 +186,18 @@ class W4A16Backend(Fp4GemmBackend):
             or not isinstance(device.choose(rows, n, weight.in_features, self.rank), SmallTiling)
         ):
             return False
-        return step is not Fusable.SILU_AND_MUL or (len(weight.sizes) == 2 and weight.sizes[0] == weight.sizes[1])
+        return step is not SiluAndMul or (len(weight.sizes) == 2 and weight.sizes[0] == weight.sizes[1])
 
-    def apply_fused(
-        self,
-        x: Rows,
-        weight: PreparedWeight,
-        bias: torch.Tensor | None,
-        silu_and_mul: bool = False,
-        add_rms_norm: AddRMSNorm | None = None,
-    ) -> Rows:
+    def apply_fused(self, x: Rows, weight: PreparedWeight, bias: torch.Tensor | None, then: Then) -> Rows:
         weight.check_owner(self)
         assert isinstance(weight, W4A16Weight)
-        n, add = weight.scale.shape[0], add_rms_norm
-        values, squares, eps = (x.values, x.squares, x.eps) if isinstance(x, UnscaledRows) else (x, None, 0.0)
-        m = values.shape[0]
-        y = values.new_empty(m, n // 2 if silu_and_mul else n)
-        result = None
-        fusion = w4a16.Fusion(silu_and_mul, x_squares=squares, x_eps=eps)
-        if add is not None:
-            result = UnscaledRows(y, torch.empty(m, n // SUMMED, dtype=torch.float32, device=y.device), add.eps)
-            fusion = replace(fusion, residual=add.residual, norm_weight=add.weight, squares=result.squares)
-        _write(values, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank, y, fusion)
-        return result or y
+        fusion = w4a16.Fusion(gate=isinstance(then, SiluAndMul))
+        if isinstance(x, UnscaledRows):
+            fusion = replace(fusion, x_squares=x.squares, x_eps=x.eps)
+            x = x.values
+        if isinstance(then, AddRMSNorm):
+            sums = x.shape[0], weight.scale.shape[0] // SUMMED
+            squares = torch.empty(sums, dtype=torch.float32, device=x.device)
+            fusion = replace(fusion, residual=then.residual, norm_weight=then.weight, squares=squares)
+        y = _gemm(x, weight.packed, weight.scale, bias, weight.sizes, weight.scales, self.rank, fusion)
+        return UnscaledRows(y, squares, then.eps) if isinstance(then, AddRMSNorm) else y
