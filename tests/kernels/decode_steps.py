@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
-from host_cuda import COMPILER
+from host_cuda import NEEDS_A_GPU
 
 from attention_steps import FP8, Step, World
 from sglang.srt.layers.attention.decode_kernel import DecodeKernel, NewTokens
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 KINDS = {"bf16": (BF16, BF16), "fp16": (FP16, FP16), "bf16-fp8": (BF16, FP8), "fp16-fp8": (FP16, FP8)}
 PROCESSORS = 8
 

@@ -8,11 +8,16 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
 from sglang.kernels import layers
 
 COMPILER = shutil.which("g++")
+# Where a test of a kernel runs.
+NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
+ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 MMA = """asm("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));"""
 # Each instruction of the device that the sources name.

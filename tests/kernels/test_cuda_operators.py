@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from greedy_rows import special_rows, wanted_token
-from host_cuda import COMPILER, HostKernels
 
 from sglang.kernels import layers
 from sglang.srt.layers.cuda_operators import CudaOperators
@@ -15,27 +14,16 @@ from sglang.srt.mem_cache.memory_pool import store_rows
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Four units in the last place; in 16 bits one, where the unrounded values lie at either side of a tie.
 TOLERANCE = {torch.float32: 4 * 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-ON_GPU = pytest.param(
-    "cuda",
-    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 
 
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
-
-
-@pytest.fixture(params=[ON_HOST, ON_GPU])
-def device(request: pytest.FixtureRequest, host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture
+def device(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.manual_seed(0)
-    if request.param == "cpu":
+    if device == "cpu":
         plan = layers.GreedyPlan(8, torch.empty(32, dtype=torch.int64), torch.zeros(16, dtype=torch.int32))
-        monkeypatch.setattr(layers, "launch", host_kernels.launch)
         monkeypatch.setattr(layers, "greedy_plan", lambda device: plan)
-    with torch.device(request.param):
-        yield request.param
+    with torch.device(device):
+        yield device
 
 
 @pytest.fixture

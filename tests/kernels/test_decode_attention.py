@@ -1,12 +1,11 @@
 """``decode_attention.cu`` against the formula in float32: on a GPU, and compiled for the CPU."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from decode_steps import KINDS, ON_GPU, ON_HOST, PROCESSORS, attend, decode, on_gpu
+from decode_steps import KINDS, PROCESSORS, attend, decode, on_gpu
 from host_cuda import COMPILER, HostKernels
 
 from attention_steps import FP8, Shape, Step, World, error
@@ -20,18 +19,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # Weights and output are rounded to the type.
 BOUND = {BF16: 0.004, FP16: 0.001}
 WINDOWS = (None, 1, 100)
-
-
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
-
-
-@pytest.fixture(params=[ON_HOST, ON_GPU])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "cpu":
-        monkeypatch.setattr(layers, "launch", request.getfixturevalue("host_kernels").launch)
-    yield request.param
 
 
 def check(kernel: DecodeKernel, step: Step) -> None:

@@ -2,28 +2,8 @@
 
 import pytest
 import torch
-from host_cuda import COMPILER, HostKernels
 
-from sglang.kernels import layers
 from sglang.srt.mem_cache import decode_inputs
-
-ON_GPU = pytest.param(
-    "cuda",
-    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
-
-
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
-
-
-@pytest.fixture(params=[ON_HOST, ON_GPU])
-def device(request: pytest.FixtureRequest, host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpu":
-        monkeypatch.setattr(layers, "launch", host_kernels.launch)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])

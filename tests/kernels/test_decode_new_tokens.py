@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_steps import BF16, KINDS, ON_GPU, ON_HOST, PROCESSORS, attend, on_gpu, scales_of
-from host_cuda import HostKernels
+from decode_steps import BF16, KINDS, PROCESSORS, attend, on_gpu, scales_of
 
 from attention_steps import Shape, Step, World
 from sglang.kernels import layers
@@ -19,18 +18,6 @@ from sglang.srt.layers.operators import TORCH_OPERATORS
 
 # Of 97 tokens the newest is alone in its tile of 16.
 WINDOWS = (None, 1, 97)
-
-
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
-
-
-@pytest.fixture(params=[ON_HOST, ON_GPU])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "cpu":
-        monkeypatch.setattr(layers, "launch", request.getfixturevalue("host_kernels").launch)
-    yield request.param
 
 
 def new_step(world: World, lengths: list[int], padding: int = 0) -> Step:

@@ -2,30 +2,13 @@
 
 import pytest
 import torch
-from host_cuda import COMPILER, HostKernels
 
-from sglang.kernels import layers
 from sglang.srt.layers.attention import flashinfer_pages
-
-ON_GPU = pytest.param(
-    "cuda",
-    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 
 
 @pytest.mark.parametrize("most_blocks", [1, 3, 65535])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("device", [ON_HOST, ON_GPU])
-def test_lists(
-    device: str,
-    page_size: int,
-    most_blocks: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    if device == "cpu":
-        monkeypatch.setattr(layers, "launch", HostKernels(tmp_path_factory.mktemp("host_cuda")).launch)
+def test_lists(device: str, page_size: int, most_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_pages, "MOST_BLOCKS", most_blocks)
     generator = torch.Generator().manual_seed(0)
     width = 9000

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from host_cuda import COMPILER, HostKernels
+from host_cuda import ON_GPU, ON_HOST, HostKernels
 
 from sglang.kernels import layers, w4a16
 from sglang.kernels.w4a16_layout import pack
@@ -18,17 +18,9 @@ from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4W
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-5
-NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
 HOST = w4a16.Device(0, (8, 0), 3, ((1, 3),), torch.empty(1 << 22, dtype=torch.uint8), torch.zeros(6, dtype=torch.int32))
 # One of each number of columns, row blocks that are odd and even for a warp, and tiles that blocks share.
 ON_HOST_TILINGS = (SMALL[0], SMALL[3], SMALL[4], SMALL[6], SMALL[9], SMALL_ELSEWHERE[0])
-
-
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(tmp_path_factory.mktemp("host_cuda"))
 
 
 @pytest.fixture(params=[ON_HOST, ON_GPU])
