@@ -54,7 +54,7 @@ class Kernel:
         return (low >> shift | high << (32 - shift)) & 0xFFFFFFFF
 
     def _body(self, function: str) -> str:
-        half, rest = SOURCE[SOURCE.index(f" {function}(") :].split("#if HALF")[1].split("#endif")[0].split("#else")
+        half, rest = SOURCE[SOURCE.index(f" {function}(") :].split("#if TYPE")[1].split("#endif")[0].split("#else")
         return half if self.dtype == torch.float16 else rest
 
     def _evaluate(self, expression: str, **names: torch.Tensor | int) -> torch.Tensor:
