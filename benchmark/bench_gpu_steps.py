@@ -9,7 +9,8 @@ Weights are random (``--load-format dummy``); every shape and quantisation has a
 
 decode: one token for each of ``--batches`` requests that have ``--context`` tokens, through batches as the scheduler
 makes them and the model runner (graphs, sampling). ``ms`` is the time of a step while steps follow each other without
-a wait; ``host_ms`` what it takes the host to enqueue one. prefill: ``--prefill`` tokens in one step, with sampling.
+a wait; ``host_ms`` what it takes the host to enqueue one. prefill: ``--prefill`` tokens in one step, with sampling and
+the wait for it; where prompts are replayed from graphs, once more without.
 
 ``floor_ms`` is the larger of two times: the bytes that a step must read (weights as stored, all but the embedding, and
 the keys and values of all requests) at the rate of a large copy on the same device, and its multiplications and
@@ -120,18 +121,19 @@ class Steps:
         self.release(batch)
         return min(times) * 1e3 / self.steps, min(host) * 1e3 / self.steps
 
-    def prefill(self, tokens: int) -> float:
-        """Milliseconds of a step that computes one prompt."""
-        times = []
-        for _ in range(4):
+    def prefill(self, tokens: int) -> tuple[float, float]:
+        """Milliseconds of a step that computes one prompt, and of the host's part in it."""
+        times, host = [], []
+        for _ in range(6):
             batch = self.batch(1, tokens, computed=tokens)
             synchronize(self.runner.device)
             began = time.perf_counter()
             self.step(batch, batch.prepare_for_extend)
+            host.append(time.perf_counter() - began)
             synchronize(self.runner.device)
             times.append(time.perf_counter() - began)
             self.release(batch)
-        return statistics.median(times[1:]) * 1e3
+        return statistics.median(times[1:]) * 1e3, statistics.median(host[1:]) * 1e3
 
 
 class Inbox:
@@ -215,9 +217,16 @@ def measure(options: argparse.Namespace, shape: Shape, quant: str, args: ServerA
         flops = batch * (2 * parameters + head_flops + shape.attention_flops(context) / args.tp_size)
         floor = floor_ms(rates, weights + batch * context * kv_bytes, flops)
         add("decode", batch, options.context, batch, ms, floor, host_ms=round(host_ms, 4))
+    graphs = runner.prefill_graphs
     for tokens in options.prefill:
         flops = tokens * (2 * parameters + shape.attention_flops(tokens) / 2 / args.tp_size) + head_flops
-        add("prefill", 1, tokens, tokens, steps.prefill(tokens), floor_ms(rates, weights + tokens * kv_bytes, flops))
+        floor = floor_ms(rates, weights + tokens * kv_bytes, flops)
+        replayed = graphs is not None and tokens <= graphs.sizes[-1]
+        for phase in ("prefill", "prefill, no graph")[: 1 + replayed]:
+            runner.prefill_graphs = graphs if phase == "prefill" else None
+            ms, host_ms = steps.prefill(tokens)
+            add(phase, 1, tokens, tokens, ms, floor, host_ms=round(host_ms, 4))
+    runner.prefill_graphs = graphs
     for batch in options.loop_batches:
         found = scheduler_loop(args, runner, batch, options.loop_context, options.steps)
         flops = batch * (2 * parameters + head_flops)
@@ -303,7 +312,7 @@ def parse_args() -> argparse.Namespace:
     add("--layers", type=int, help="of every shape")
     add("--batches", type=numbers, default=[1, 8, 32, 128])
     add("--context", type=int, default=1024)
-    add("--prefill", type=numbers, default=[1024, 8192])
+    add("--prefill", type=numbers, default=[128, 1024, 8192])
     add("--loop-batches", type=numbers, default=[16, 64])
     add("--loop-context", type=int, default=256)
     add("--steps", type=int, default=40, help="decode steps of a measurement")

@@ -83,10 +83,10 @@ def test_server_arguments(backend: str) -> None:
 
 
 def test_no_cuda_graphs_in_prefill() -> None:
-    """The SM120 file asks for what this server does anyway; its older version had another flag for it."""
+    """What the SM120 file asks for; its older version had another flag for it."""
     args = prepare_server_args(["--model-path", "m", "--cuda-graph-backend-prefill=disabled"])
     assert args.cuda_graph_backend_prefill == "disabled"
-    with pytest.raises(ArgumentError, match="use --cuda-graph-backend-prefill"):
+    with pytest.raises(ArgumentError, match="use --cuda-graph-backend-prefill disabled"):
         prepare_server_args(["--model-path", "m", "--disable-piecewise-cuda-graph"])
 
 

@@ -22,11 +22,7 @@ def check_combinations(args: ServerArgs) -> None:
         raise ArgumentError(
             f"--max-total-tokens {args.max_total_tokens} is less than one page (--page-size {args.page_size})"
         )
-    if args.cuda_graph_bs is not None and args.cuda_graph_max_bs is not None:
-        raise ArgumentError("--cuda-graph-max-bs says nothing with --cuda-graph-bs, which lists all sizes")
-    for name in ("cuda_graph_bs", "cuda_graph_max_bs"):
-        if getattr(args, name) is not None and args.disable_cuda_graph:
-            raise ArgumentError(f"--{name.replace('_', '-')} says nothing with --disable-cuda-graph")
+    _check_graphs(args)
     if args.constrained_json_disable_any_whitespace and args.constrained_json_max_whitespace_cnt is not None:
         raise ArgumentError(
             "--constrained-json-max-whitespace-cnt says nothing with --constrained-json-disable-any-whitespace"
@@ -40,6 +36,35 @@ def check_combinations(args: ServerArgs) -> None:
     if root is not None and (not root.startswith("/") or root.endswith("/")):
         raise ArgumentError(f"--fastapi-root-path must begin with / and not end with one, not {root!r}")
     _check_nodes(args)
+
+
+def _check_graphs(args: ServerArgs) -> None:
+    """Which steps are recorded."""
+    for phase in ("", "_prefill"):
+        given = [name for name in (f"cuda_graph_bs{phase}", f"cuda_graph_max_bs{phase}") if getattr(args, name)]
+        if len(given) == 2:
+            raise ArgumentError(f"{_flag(given[1])} says nothing with {_flag(given[0])}, which lists all sizes")
+        if given and phase and args.cuda_graph_backend_prefill == "disabled":
+            raise ArgumentError(f"{_flag(given[0])} says nothing with --cuda-graph-backend-prefill disabled")
+        if given and args.disable_cuda_graph:
+            raise ArgumentError(f"{_flag(given[0])} says nothing with --disable-cuda-graph")
+    if args.cuda_graph_backend_prefill == "breakable" and args.disable_cuda_graph:
+        raise ArgumentError("--cuda-graph-backend-prefill breakable says nothing with --disable-cuda-graph")
+
+
+def check_device(args: ServerArgs, device_type: str) -> None:
+    """Raise ArgumentError where a flag says nothing on the device that is used."""
+    if device_type == "cuda":
+        return
+    given = [name for name in ("cuda_graph_bs_prefill", "cuda_graph_max_bs_prefill") if getattr(args, name)]
+    if args.cuda_graph_backend_prefill == "breakable":
+        given.append("cuda_graph_backend_prefill")
+    if given:
+        raise ArgumentError(f"{_flag(given[0])} says nothing on a CPU, where steps with prompts are not recorded")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _check_nodes(args: ServerArgs) -> None:

@@ -1,11 +1,12 @@
-"""One field of the server's arguments: what its annotation says, and the checks that follow from it."""
+"""The fields of the server's arguments: what their annotations say, and the checks that follow from it."""
 
 from __future__ import annotations
 
 import difflib
+import types
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sglang.srt.errors import ArgumentError
 from sglang.srt.upstream_flags import REFUSED_VALUES
@@ -86,6 +87,33 @@ class FieldSpec:
             raise ArgumentError(f"{name} must be more than {above}, not {value}")
         if high is not None and not value <= high:
             raise ArgumentError(f"{name} must be {high} or less, not {value}")
+
+
+def specs_of(arguments: type) -> tuple[FieldSpec, ...]:
+    """The fields of a dataclass in the order of their declaration; each is annotated with a :class:`Flag`."""
+    hints = get_type_hints(arguments, include_extras=True)
+    specs = []
+    for item in fields(arguments):
+        inner, flag = get_args(hints[item.name])
+        members = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+        kinds = [member for member in members if member is not type(None)]
+        choices = tuple(get_args(kinds[0])) if get_origin(kinds[0]) is Literal else ()
+        several = get_origin(kinds[0]) is tuple
+        kind = str if choices else get_args(kinds[0])[0] if several else kinds[0]
+        missing = item.default is MISSING
+        specs.append(
+            FieldSpec(
+                name=item.name,
+                flag=flag,
+                type=kind,
+                choices=choices,
+                optional=len(kinds) < len(members),
+                required=missing and item.default_factory is MISSING,
+                default=None if missing else item.default,
+                several=several,
+            )
+        )
+    return tuple(specs)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

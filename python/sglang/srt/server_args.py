@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import types
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from sglang.srt.errors import ArgumentError
 from sglang.srt.flag_combinations import check_combinations
-from sglang.srt.flag_spec import HIDDEN, FieldSpec, Flag, suggestion
+from sglang.srt.flag_spec import HIDDEN, FieldSpec, Flag, specs_of, suggestion
 from sglang.srt.upstream_flags import REPLACED_FLAGS, is_upstream_flag
 from sglang.srt.utils.cli import ArgumentParser
 
@@ -213,7 +212,7 @@ class ServerArgs:
         int, Flag("Prompt tokens computed in one step, a longer prompt takes several. -1: no limit.", minimum=-1)
     ] = 2048
     page_size: Annotated[int, Flag("Tokens in a page of the KV cache.", minimum=1)] = 1
-    disable_cuda_graph: Annotated[bool, Flag("Don't record decode steps and replay them, on a GPU or a CPU.")] = False
+    disable_cuda_graph: Annotated[bool, Flag("Don't record steps and replay them, on a GPU or a CPU.")] = False
     cuda_graph_max_bs: Annotated[
         int | None,
         Flag(
@@ -231,8 +230,26 @@ class ServerArgs:
         ),
     ] = None
     cuda_graph_backend_prefill: Annotated[
-        Literal["disabled"], Flag("CUDA graphs of prefill steps: this version has none.")
-    ] = "disabled"
+        Literal["breakable", "disabled"] | None,
+        Flag(
+            "CUDA graphs of prompts, which are broken at the attention. Default: breakable on a GPU, disabled on a CPU."
+        ),
+    ] = None
+    cuda_graph_max_bs_prefill: Annotated[
+        int | None,
+        Flag(
+            "Tokens of the largest step with prompts that is recorded. Default: --chunked-prefill-size, at most 1024.",
+            minimum=1,
+        ),
+    ] = None
+    cuda_graph_bs_prefill: Annotated[
+        tuple[int, ...] | None,
+        Flag(
+            "Tokens of the steps with prompts that are recorded; others are padded to the next of them. Default: 16, "
+            "32, 48, 64, 96 and so on in growing steps up to --cuda-graph-max-bs-prefill.",
+            minimum=1,
+        ),
+    ] = None
     disable_overlap_schedule: Annotated[
         bool, Flag("On a GPU, launch a step only when the tokens of the one before are known, as a CPU does anyway.")
     ] = False
@@ -317,29 +334,7 @@ class ServerArgs:
 @lru_cache(maxsize=1)
 def field_specs() -> tuple[FieldSpec, ...]:
     """The fields of :class:`ServerArgs` in the order of their declaration."""
-    hints = get_type_hints(ServerArgs, include_extras=True)
-    specs = []
-    for item in fields(ServerArgs):
-        inner, flag = get_args(hints[item.name])
-        members = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
-        kinds = [member for member in members if member is not type(None)]
-        choices = tuple(get_args(kinds[0])) if get_origin(kinds[0]) is Literal else ()
-        several = get_origin(kinds[0]) is tuple
-        kind = str if choices else get_args(kinds[0])[0] if several else kinds[0]
-        missing = item.default is MISSING
-        specs.append(
-            FieldSpec(
-                name=item.name,
-                flag=flag,
-                type=kind,
-                choices=choices,
-                optional=len(kinds) < len(members),
-                required=missing and item.default_factory is MISSING,
-                default=None if missing else item.default,
-                several=several,
-            )
-        )
-    return tuple(specs)
+    return specs_of(ServerArgs)
 
 
 def _unknown(flag: str, written: str, known: Iterable[str]) -> str:

@@ -341,14 +341,14 @@ def test_new_weights_are_recorded_anew(tmp_path: Path, monkeypatch: pytest.Monke
     graphs = Stepper(runner)
     graphs.step({0: [5, 6, 7]}), graphs.step({0: [8]})
     old_model, old_graphs = weakref.ref(runner.model), weakref.ref(runner.decode_graphs)
-    record = ModelRunner._record_decode_steps
+    record = ModelRunner._record_graphs
 
     def recording(self: ModelRunner) -> Any:
         gc.collect()
         alive.append(old_model() is not None or old_graphs() is not None)
         return record(self)
 
-    monkeypatch.setattr(ModelRunner, "_record_decode_steps", recording)
+    monkeypatch.setattr(ModelRunner, "_record_graphs", recording)
     assert not runner.update_weights_from_disk(str(tmp_path / "nowhere"), "auto")[0]
     assert runner.decode_graphs is old_graphs() and not alive, "the old ones serve on"
     assert runner.update_weights_from_disk(str(second), "auto")[0]

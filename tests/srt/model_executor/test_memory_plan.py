@@ -40,14 +40,14 @@ def test_a_fraction_is_of_the_whole_device(caplog: pytest.LogCaptureFixture) -> 
 def test_a_fraction_never_takes_what_steps_need(caplog: pytest.LogCaptureFixture) -> None:
     assert plan().budget(0.99) == plan().budget(1.0) == 125 * GB
     assert (
-        "--mem-fraction-static 0.99 leaves 1.40 GB beside weights and KV cache, but the largest step and decode graphs "
+        "--mem-fraction-static 0.99 leaves 1.40 GB beside weights and KV cache, but the largest step and CUDA graphs "
         "take 5.00 GB: the KV cache gets 3.60 GB less."
     ) in caplog.text
 
 
 def test_where_the_memory_goes() -> None:
     assert plan().describe(int(122.2 * GB)) == (
-        "weights and libraries 10.00 GB, KV cache 122.20 GB, the largest step 3.00 GB, decode graphs 2.00 GB, "
+        "weights and libraries 10.00 GB, KV cache 122.20 GB, the largest step 3.00 GB, CUDA graphs 2.00 GB, "
         "free 2.80 GB"
     )
 
@@ -75,8 +75,8 @@ def test_what_steps_need_is_not_for_the_kv_cache(tokens: int, monkeypatch: pytes
         return
     words = (
         r"a token takes 1024 bytes, 0.75 GB are available and 0.75 GB may be used, after the weights were loaded and "
-        r"0.12 GB kept for the largest step \(--chunked-prefill-size makes it smaller\) and 0.12 GB for decode graphs "
-        r"\(--cuda-graph-max-bs\). Reduce --max-total-tokens"
+        r"0.12 GB kept for the largest step \(--chunked-prefill-size makes it smaller\) and 0.12 GB for CUDA graphs "
+        r"\(--cuda-graph-max-bs, --cuda-graph-max-bs-prefill\). Reduce --max-total-tokens"
     )
     with pytest.raises(StartupError, match=words):
         make_runner(FIXTURES / "tiny-llama-bf16", **args)
@@ -196,7 +196,10 @@ def test_graphs_are_estimated_from_the_two_largest(monkeypatch: pytest.MonkeyPat
         memory.free -= {8: 100, 4: 7}[sizes[0]]
 
     graphs: Any = SimpleNamespace(sizes=[1, 2, 4, 8], record_all=record_all)
-    assert measure_graphs(torch.device("cpu"), graphs) == 100 + 3 * 7
+    assert measure_graphs(torch.device("cpu"), [graphs]) == 100 + 3 * 7
     assert recorded == [[8], [4]]
     graphs.sizes = [8]
-    assert measure_graphs(torch.device("cpu"), graphs) == 100
+    assert measure_graphs(torch.device("cpu"), [graphs]) == 100
+    assert measure_graphs(torch.device("cpu"), [None, None]) == 0
+    other: Any = SimpleNamespace(sizes=[4, 8], record_all=record_all)
+    assert measure_graphs(torch.device("cpu"), [graphs, None, other]) == 100 + 100 + 7

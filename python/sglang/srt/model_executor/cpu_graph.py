@@ -18,7 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.kernels import cpu_extension
-from sglang.srt.model_executor.device_graph import DeviceGraph, GraphUnavailable
+from sglang.srt.model_executor.device_graph import Cut, DeviceGraph, GraphUnavailable
+
+# A kernel and what it is called with.
+Call = tuple[cpu_extension.Function, tuple[float | None, ...]]
 
 ALIGNMENT = 64
 CHUNK_BYTES = 1 << 20
@@ -39,27 +42,36 @@ class CpuGraphCapture:
         Raises:
             GraphUnavailable: ``run`` does something that a replay would not do again.
         """
-        calls: list[tuple[cpu_extension.Function, tuple[float | None, ...]]] = []
+        (graph,), result = self.in_pieces(lambda cut: run())
+        return graph, result
+
+    def in_pieces(self, run: Callable[[Cut], torch.Tensor]) -> tuple[list[DeviceGraph], torch.Tensor]:
+        """The same in pieces.
+
+        Raises:
+            GraphUnavailable: as above.
+        """
+        pieces: list[list[Call]] = [[]]
         threads = torch.get_num_threads()
         self._arena.reuse()
-        token = cpu_extension.recording.set(calls)
+        token = cpu_extension.recording.set(pieces[0])
+
+        def cut() -> None:
+            pieces.append([])
+            cpu_extension.recording.set(pieces[-1])
+
         try:
             with _OnlyOurKernels(self._arena):
-                result = run()
+                result = run(cut)
         finally:
             cpu_extension.recording.reset(token)
-        return CpuGraph(calls, self._arena, threads), result
+        return [CpuGraph(calls, self._arena, threads) for calls in pieces], result
 
 
 class CpuGraph:
     """Calls to make again, and the memory that they work in."""
 
-    def __init__(
-        self,
-        calls: list[tuple[cpu_extension.Function, tuple[float | None, ...]]],
-        arena: Arena,
-        threads: int,
-    ) -> None:
+    def __init__(self, calls: list[Call], arena: Arena, threads: int) -> None:
         packed = [function.pack(arguments) for function, arguments in calls]
         self._arguments = ctypes.create_string_buffer(b"".join(packed))
         at = ctypes.addressof(self._arguments)

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.errors import StartupError
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.base_cuda_graph_runner import BaseCudaGraphRunner
 from sglang.srt.model_executor.device_graph import Capture, DeviceGraph, GraphUnavailable
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils.progress import progress_of
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -73,7 +72,7 @@ class RecordedStep:
     logits: torch.Tensor
 
 
-class DecodeGraphRunner:
+class DecodeGraphRunner(BaseCudaGraphRunner):
     """Records decode steps and replays them.
 
     Args:
@@ -86,6 +85,10 @@ class DecodeGraphRunner:
         repeats_first: padding computes the batch's first request once more instead of one of its own, for a model in
             which what one row gets depends on all of them (a scale computed from each call's input).
     """
+
+    kind, log_name, unit = "decode", "cuda graph", "bs"
+    step = "the decode step of {} requests"
+    smaller, off = "--cuda-graph-max-bs", "--disable-cuda-graph"
 
     def __init__(
         self,
@@ -113,24 +116,6 @@ class DecodeGraphRunner:
         self._static = self._padding.clone()
         # By the number of requests: rows of the static tensors, first theirs and then those of padding, and its values.
         self._views: dict[int, tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
-
-    def record_all(self, sizes: Sequence[int] | None = None, show_progress: bool = True) -> None:
-        """Record ``sizes`` (default: every one), the largest first: the others fit into its memory.
-
-        Raises:
-            StartupError: one could not be recorded; the text says which, why and what to do.
-        """
-        for size in progress_of(
-            sorted(self.sizes if sizes is None else sizes, reverse=True), "Capturing decode graphs", show=show_progress
-        ):
-            try:
-                self.record(size)
-            except RuntimeError as error:
-                raise StartupError(
-                    f"the decode step of {size} requests could not be captured in a CUDA graph: {error}\n"
-                    "If memory is short, reduce --cuda-graph-max-bs or --mem-fraction-static; --disable-cuda-graph "
-                    "serves without graphs, more slowly"
-                ) from error
 
     @torch.inference_mode()
     def record(self, size: int) -> RecordedStep:

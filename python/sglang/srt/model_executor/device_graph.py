@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -21,9 +23,22 @@ class DeviceGraph(Protocol):
 # Records what its argument does. The result is written again by every replay.
 Capture = Callable[[Callable[[], torch.Tensor]], "tuple[DeviceGraph, torch.Tensor]"]
 
+# Ends one piece of a recording and begins the next.
+Cut = Callable[[], None]
+
 
 class GraphUnavailable(Exception):  # noqa: N818
     """What was run can't be recorded on this device; the text says why. It did no harm and can be run as it is."""
+
+
+class DeviceCapture(Protocol):
+    """A :data:`Capture` that can also record in pieces, for work that can't be recorded as a whole."""
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[DeviceGraph, torch.Tensor]: ...
+
+    def in_pieces(self, run: Callable[[Cut], torch.Tensor]) -> tuple[list[DeviceGraph], torch.Tensor]:
+        """Record what ``run`` does before, between and behind its calls of ``Cut``: one graph more than there are
+        calls. They share memory, so they must be replayed in this order, with nothing of the same capture between."""
 
 
 class CudaGraphCapture:
@@ -40,28 +55,48 @@ class CudaGraphCapture:
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[DeviceGraph, torch.Tensor]:
         """Raises:
+        RuntimeError: as :meth:`in_pieces`.
+        """
+        (graph,), result = self.in_pieces(lambda cut: run())
+        return graph, result
+
+    def in_pieces(self, run: Callable[[Cut], torch.Tensor]) -> tuple[list[DeviceGraph], torch.Tensor]:
+        """Raises:
         RuntimeError: ``run`` allocates too much, waits for the device, or does something else that can't be recorded.
         """
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UP_RUNS):
-                    run()
-            graph = torch.cuda.CUDAGraph()
-            failure: Exception | None = None
-            try:
-                # Other threads may go on calling CUDA: NCCL's watchdog asks for events, which the mode "global" would
-                # take for a mistake of the recording.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    try:
-                        result = run()
-                    except Exception as error:
-                        failure = error
-                        raise
-            except Exception as error:  # to end a broken recording fails too, and says less
-                raise failure or error from None
+                    run(lambda: None)
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                graphs, result = self._record(run)
             torch.cuda.current_stream().wait_stream(self._stream)
-        return graph, _borrowed(result)
+        return graphs, borrowed(result)
+
+    def _record(self, run: Callable[[Cut], torch.Tensor]) -> tuple[list[DeviceGraph], torch.Tensor]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            # Other threads may go on calling CUDA: NCCL's watchdog asks for events, which the mode "global" would take
+            # for a mistake of the recording.
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        begin()
+        try:
+            result = run(cut)
+        except Exception:
+            with suppress(RuntimeError):  # to end a broken recording fails too, and says less
+                graphs[-1].capture_end()
+            raise
+        graphs[-1].capture_end()
+        return [*graphs], result
 
 
 @cache
@@ -69,27 +104,26 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Borrowed:
-    """The memory of a tensor, which somebody else keeps."""
+class _Memory:
+    """Bytes on a GPU, which somebody else keeps."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.dtype == torch.float32
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "strides": tuple(tensor.itemsize * stride for stride in tensor.stride()),
-            "typestr": "<f4",
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
-def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` float32 without a hold on its memory, which the pool of a graph keeps as long as there is a graph: the
-    next recording may use it too, where results of all sizes would add up to gigabytes."""
-    return torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without a hold on its memory, which a recording's pool keeps as long as there is a graph of it: the
+    next recording, or the rest of this one, may use it too, where the results of all would add up to gigabytes."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    size, address = reach * tensor.itemsize, tensor.data_ptr()
+    if tensor.device.type == "cuda":
+        values = torch.as_tensor(_Memory(address, size), device=tensor.device).view(tensor.dtype)
+    else:
+        values = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=tensor.dtype)
+    return values.as_strided(tensor.shape, tensor.stride())
 
 
-def capture_for(device: torch.device) -> Capture:
+def capture_for(device: torch.device) -> DeviceCapture:
     """What records work on ``device``."""
     if device.type == "cuda":
         return CudaGraphCapture(device)

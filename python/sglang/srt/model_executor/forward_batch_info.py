@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.base_attn_backend import Attention
     from sglang.srt.layers.logits_processor import InputLogprobs, Logprobs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -58,7 +58,7 @@ class ForwardBatch:
     sampling_info: SamplingBatchInfo
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: MHATokenToKVPool
-    attn_backend: AttentionBackend
+    attn_backend: Attention
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     token_ids_logprobs: list[list[int]] | None = None

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.cuda_graph_runner import DecodeGraphRunner
+    from sglang.srt.model_executor.base_cuda_graph_runner import BaseCudaGraphRunner
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class MemoryPlan:
         total: what the device has.
         available: what is free.
         activations: what the largest step takes while it runs, its sampling included.
-        graphs: what captured decode steps will take.
+        graphs: what captured steps will take.
     """
 
     total: int
@@ -59,7 +59,7 @@ class MemoryPlan:
         wanted = self.available - int(self.total * (1 - fraction))
         if wanted > self.room:
             logger.warning(
-                "--mem-fraction-static %s leaves %.2f GB beside weights and KV cache, but the largest step and decode "
+                "--mem-fraction-static %s leaves %.2f GB beside weights and KV cache, but the largest step and CUDA "
                 "graphs take %.2f GB: the KV cache gets %.2f GB less.",
                 fraction, self.total * (1 - fraction) / GB, (self.activations + self.graphs) / GB,
                 (wanted - self.room) / GB,
@@ -73,7 +73,7 @@ class MemoryPlan:
             return ""
         return (
             f" and {self.activations / GB:.2f} GB kept for the largest step (--chunked-prefill-size makes it smaller) "
-            f"and {self.graphs / GB:.2f} GB for decode graphs (--cuda-graph-max-bs)"
+            f"and {self.graphs / GB:.2f} GB for CUDA graphs (--cuda-graph-max-bs, --cuda-graph-max-bs-prefill)"
         )
 
     def describe(self, kv_cache: int) -> str:
@@ -82,7 +82,7 @@ class MemoryPlan:
             "weights and libraries": self.total - self.available,
             "KV cache": kv_cache,
             "the largest step": self.activations,
-            "decode graphs": self.graphs,
+            "CUDA graphs": self.graphs,
             "free": self.room - kv_cache,
         }
         return ", ".join(f"{name} {size / GB:.2f} GB" for name, size in parts.items())
@@ -179,18 +179,21 @@ def _padding_batch(
     )
 
 
-def measure_graphs(device: torch.device, graphs: DecodeGraphRunner) -> int:
-    """Bytes that ``graphs`` will keep, estimated from the two largest, which are recorded: the largest brings the
-    memory that all of them share. All ranks must call this.
+def measure_graphs(device: torch.device, runners: Sequence[BaseCudaGraphRunner | None]) -> int:
+    """Bytes that the graphs of ``runners`` will keep, estimated from the two largest of each, which are recorded: the
+    largest brings the memory that all of them share. All ranks must call this.
 
     Raises:
         StartupError: one can't be recorded.
     """
-    kept = []
-    for size in graphs.sizes[:-3:-1]:
-        release_unused_memory(device)
-        before = available_memory(device)
-        graphs.record_all([size], show_progress=False)
-        release_unused_memory(device)
-        kept.append(max(before - available_memory(device), 0))
-    return kept[0] + sum(kept[1:]) * (len(graphs.sizes) - 1)
+    total = 0
+    for graphs in filter(None, runners):
+        kept = []
+        for size in graphs.sizes[:-3:-1]:
+            release_unused_memory(device)
+            before = available_memory(device)
+            graphs.record_all([size], show_progress=False)
+            release_unused_memory(device)
+            kept.append(max(before - available_memory(device), 0))
+        total += kept[0] + sum(kept[1:]) * (len(graphs.sizes) - 1)
+    return total

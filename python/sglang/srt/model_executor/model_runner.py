@@ -15,6 +15,7 @@ from sglang.kernels.cpu_extension import has_amx
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import SINGLE, TensorParallelGroup
 from sglang.srt.errors import CheckpointError, StartupError
+from sglang.srt.flag_combinations import check_device
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.logits_processor import logprobs_of
@@ -32,6 +33,11 @@ from sglang.srt.model_executor.memory_plan import (
     measure_graphs,
     measure_largest_steps,
     padding_pools,
+)
+from sglang.srt.model_executor.prefill_cuda_graph_runner import (
+    PrefillGraphRunner,
+    captured_tokens,
+    why_no_prefill_graphs,
 )
 from sglang.srt.model_loader.loader import load_model, module_names, weight_bytes
 from sglang.srt.models.llama import LlamaForCausalLM
@@ -78,6 +84,7 @@ class ModelRunner:
         max_running_requests: rows of ``req_to_token_pool`` for requests.
         memory_plan: what there was for the KV cache.
         decode_graphs: what replays decode steps; None if nothing does, for the reason ``why_no_graphs``.
+        prefill_graphs: what replays the other steps; None if nothing does, for ``why_no_prefill_graphs``.
 
     Raises:
         StartupError: a flag or the checkpoint can't be used, or there is too little memory; the text says what to do.
@@ -88,6 +95,7 @@ class ModelRunner:
         self.model_config = model_config
         self.tp = tp
         self.device = resolve_device(server_args.device, tp.local_rank)
+        check_device(server_args, self.device.type)
         self.dtype = model_config.dtype
         if self.device.type == "cpu" and server_args.dtype == "auto" and self.dtype == torch.float32 and has_amx():
             logger.info("This CPU has AMX: --dtype bfloat16 computes prompts 2 to 4 times as fast as float32.")
@@ -115,15 +123,19 @@ class ModelRunner:
         )  # fmt: skip
         running = self._wanted_running_requests
         self.decode_graphs: DecodeGraphRunner | None = None
+        self.prefill_graphs: PrefillGraphRunner | None = None
         self.why_no_graphs = why_no_graphs(server_args, self.attn_backend)
+        self.why_no_prefill_graphs = why_no_prefill_graphs(server_args, self.device, linears_of(self.model))
         if self.why_no_graphs is None:
             most = captured_sizes(server_args, running, pads=False)[-1]
             self.attn_backend.init_cuda_graph_state(most, model_config.context_len)
         else:
             logger.info("Decode steps are not recorded in graphs: %s", self.why_no_graphs)
+        if self.why_no_prefill_graphs is not None and self.device.type == "cuda":
+            logger.info("Prompts are not recorded in graphs: %s", self.why_no_prefill_graphs)
         self.memory_plan = self._plan_memory(available, running)
         self._allocate(self.memory_plan, running)
-        self.decode_graphs = self._record_decode_steps()
+        self._record_graphs()
         logger.info(
             "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, context_len=%d, "
             "available_%s_mem=%.2f GB",
@@ -195,7 +207,7 @@ class ModelRunner:
             problem = str(error) or type(error).__name__
         everywhere = bool(self.tp.minimum(int(new is not None)))
         if everywhere and new is not None:
-            self.decode_graphs = None  # they read the old weights where they are
+            self.decode_graphs = self.prefill_graphs = None  # they read the old weights where they are
             self.server_args, self.model_config, self.model = new
             message = "Succeeded to update model weights."
         else:
@@ -206,7 +218,7 @@ class ModelRunner:
         new = None
         release_unused_memory(self.device)
         if everywhere:
-            self.decode_graphs = self._record_decode_steps()
+            self._record_graphs()
         logger.info("Update weights end. avail mem=%.2f GB", available_memory(self.device) / GB)
         return everywhere, message
 
@@ -254,49 +266,38 @@ class ModelRunner:
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory; the least that one saw is what is left now that all have loaded.
             return MemoryPlan(total_memory(self.device), available // self.tp.local_size)
-        activations, graphs = measure_largest_steps(self, running), 0
-        if self.why_no_graphs is None:
-            graphs = measure_graphs(self.device, self._graph_runner(*padding_pools(self), running))
+        activations = measure_largest_steps(self, running)
+        graphs = measure_graphs(self.device, self._graph_runners(*padding_pools(self), running))
         release_unused_memory(self.device)
         return MemoryPlan(total_memory(self.device), available_memory(self.device), activations, graphs)
 
-    def _graph_runner(
+    def _graph_runners(
         self, req_to_token_pool: ReqToTokenPool, token_to_kv_pool: MHATokenToKVPool, running: int
-    ) -> DecodeGraphRunner:
-        model, pads = self.model, self.device.type == "cuda"
+    ) -> tuple[PrefillGraphRunner | None, DecodeGraphRunner | None]:
+        """Those that there are to be, with nothing recorded yet. They share memory; the first one needs more."""
+        model, args, pads = self.model, self.server_args, self.device.type == "cuda"
+        capture, pools = capture_for(self.device), (req_to_token_pool, token_to_kv_pool)
+        prefill = decode = None
 
         def logits_of(batch: ForwardBatch) -> torch.Tensor:
             output: LogitsProcessorOutput = model(batch)
             return output.next_token_logits
 
-        return DecodeGraphRunner(
-            logits_of,
-            capture_for(self.device),
-            self.attn_backend,
-            req_to_token_pool,
-            token_to_kv_pool,
-            captured_sizes(self.server_args, running, pads),
-            pads,
-            repeats_first=any(linear.rows_share_a_scale for linear in linears_of(model)),
-        )
+        if self.why_no_prefill_graphs is None:
+            prefill = PrefillGraphRunner(model.model, capture, *pools, captured_tokens(args, self._most_rows()))
+        if self.why_no_graphs is None:
+            sizes = captured_sizes(args, running, pads)
+            share = any(linear.rows_share_a_scale for linear in linears_of(model))
+            decode = DecodeGraphRunner(logits_of, capture, self.attn_backend, *pools, sizes, pads, repeats_first=share)
+        return prefill, decode
 
-    def _record_decode_steps(self) -> DecodeGraphRunner | None:
+    def _record_graphs(self) -> None:
         """On a GPU all that will be wanted; on a CPU each when it is first wanted."""
-        if self.why_no_graphs is not None:
-            return None
-        graphs = self._graph_runner(self.req_to_token_pool, self.token_to_kv_pool, self.max_running_requests)
-        if self.device.type == "cuda":
-            before, started = available_memory(self.device), time.perf_counter()
-            logger.info("Capture cuda graph begin. This can take up to several minutes. avail mem=%.2f GB", before / GB)
-            logger.info("Capture cuda graph bs %s", list(graphs.sizes))
-            graphs.record_all(show_progress=self.tp.rank == 0)
-            release_unused_memory(self.device)
-            after = available_memory(self.device)
-            logger.info(
-                "Capture cuda graph end. Time elapsed: %.2f s. mem usage=%.2f GB. avail mem=%.2f GB.",
-                time.perf_counter() - started, (before - after) / GB, after / GB,
-            )  # fmt: skip
-        return graphs
+        pools = self.req_to_token_pool, self.token_to_kv_pool
+        self.prefill_graphs, self.decode_graphs = runners = self._graph_runners(*pools, self.max_running_requests)
+        for graphs in runners:
+            if graphs is not None and self.device.type == "cuda":
+                graphs.record_logged(self.device, show_progress=self.tp.rank == 0)
 
     def _allocate(self, plan: MemoryPlan, running: int) -> None:
         """Size and allocate the pools for ``running`` requests."""
@@ -349,8 +350,10 @@ class ModelRunner:
         if logits is not None:
             return LogitsProcessorOutput(next_token_logits=logits)
         self.attn_backend.init_forward_metadata(batch)
-        output: LogitsProcessorOutput = self.model(batch)
-        return output
+        hidden_states = self.prefill_graphs.run(batch) if self.prefill_graphs is not None else None
+        if hidden_states is None:
+            hidden_states = self.model.model(batch)
+        return self.model.compute_logits(hidden_states, batch)
 
     @torch.inference_mode()
     def sample(self, output: LogitsProcessorOutput, batch: ForwardBatch) -> torch.Tensor:

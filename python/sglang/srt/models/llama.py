@@ -261,7 +261,10 @@ class LlamaForCausalLM(nn.Module):
             self.unused_checkpoint_tensors = ()
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        hidden_states = self.model(forward_batch)
+        return self.compute_logits(self.model(forward_batch), forward_batch)
+
+    def compute_logits(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """From what ``model`` returned, [T, hidden_size]."""
         head = self.model.embed_tokens.logits if self.lm_head is None else self.lm_head
         return compute_logits(hidden_states, head, forward_batch)
 

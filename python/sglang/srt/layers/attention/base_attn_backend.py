@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -41,6 +41,31 @@ class AttentionTarget:
     def __str__(self) -> str:
         dtype, cache = (str(one).removeprefix("torch.") for one in (self.dtype, self.kv_cache_dtype))
         return f"{self.device.type} in {dtype} with a KV cache in {cache}, head size {self.head_dim}"
+
+
+class Attention(Protocol):
+    """What a layer of the model asks for."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Rotate ``q`` and ``k``, write ``k`` and ``v`` to the step's slots, and attend causally.
+
+        Args:
+            q: [T, heads, dim], the new tokens of every request behind each other. With ``rotary`` it may be
+                overwritten, and so may ``k``. All three may be views with rows further apart than their size.
+            k, v: [T, kv_heads, dim].
+            rotary: what :class:`RotaryEmbedding` returned for the step; None if nothing is to be rotated.
+
+        Returns:
+            [T, heads * dim] in ``q``'s dtype.
+        """
 
 
 class AttentionBackend(ABC):
@@ -100,17 +125,7 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Rotate ``q`` and ``k``, write ``k`` and ``v`` to the step's slots, and attend causally.
-
-        Args:
-            q: [T, heads, dim], the new tokens of every request behind each other. With ``rotary`` it may be
-                overwritten, and so may ``k``. All three may be views with rows further apart than their size.
-            k, v: [T, kv_heads, dim].
-            rotary: what :class:`RotaryEmbedding` returned for the step; None if nothing is to be rotated.
-
-        Returns:
-            [T, heads * dim] in ``q``'s dtype.
-        """
+        """As :class:`Attention`."""
 
 
 registry: BackendRegistry[AttentionBackend] = BackendRegistry("Attention")
