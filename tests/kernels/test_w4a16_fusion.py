@@ -14,6 +14,8 @@ from sglang.kernels.w4a16_tilings import SMALL, SMALL_ELSEWHERE, SmallTiling
 from sglang.srt.layers.cuda_operators import CudaOperators
 from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, SiluAndMul, UnscaledRows
 from sglang.srt.layers.quantization.fp4_backends.w4a16 import W4A16Backend
+from sglang.srt.layers.quantization.fp4_verify import make_batch, random_layers
+from sglang.srt.layers.quantization.fp4_verify_fused import check_fused
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear, NvFp4Weight
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -41,6 +43,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(w4a16, "device", lambda index: HOST)
         monkeypatch.setattr(w4a16, "_kernel_of", kernel_of)
         monkeypatch.setattr(w4a16, "prepare", lambda dtype, index: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         w4a16._small.cache_clear()
     yield request.param
@@ -130,7 +133,7 @@ def test_a_product_is_divided_where_its_input_is_not(device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17])
-def test_a_chain_of_layers(device: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_layers(device: str, rows: int) -> None:
     """Through the backend, as a model's layer uses it, beside the same steps one by one."""
     hidden, inner = 576, 768
     backend, operators = W4A16Backend(), CudaOperators()
@@ -144,8 +147,6 @@ def test_a_chain_of_layers(device: str, rows: int, monkeypatch: pytest.MonkeyPat
         weight = NvFp4Weight(packed, scale.view(torch.float8_e4m3fn), scales, sizes, Activation.NONE, BF16)
         return NvFp4Linear(weight, backend)
 
-    if device == "cpu":
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     o_proj, gate_up, down, qkv = (
         linear(hidden, 512),
         linear(2 * inner, hidden, 2),
@@ -172,6 +173,19 @@ def test_a_chain_of_layers(device: str, rows: int, monkeypatch: pytest.MonkeyPat
     assert isinstance(found, torch.Tensor) and found.shape == wanted.shape
     for ours, theirs in ((stream, after), (found, wanted)):
         assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_verify_fp4_finds_nothing(device: str, dtype: torch.dtype) -> None:
+    """With its own layers: scales from the smallest to the largest, halves with unequal ones, a bias."""
+    generator = torch.Generator(device).manual_seed(0)
+    *_, layer = random_layers(192, 320, dtype, generator)
+    assert layer.kind == "W4A16, 2 parts, bias"
+    linear = NvFp4Linear(layer.weight, W4A16Backend())
+    for rows in (1, 7, 17) if dtype == BF16 else (1,):
+        x, _ = make_batch(layer, rows, seed=rows)
+        assert linear.fuses(SiluAndMul, rows) and linear.fuses(AddRMSNorm, rows) == (dtype == BF16)
+        assert check_fused(linear, x, layer.bias) == "ok"
 
 
 def test_what_can_be_fused(device: str) -> None:

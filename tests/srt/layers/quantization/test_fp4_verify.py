@@ -149,7 +149,7 @@ def test_layers_have_what_finds_faults() -> None:
         "W4A4 static, 3 parts",
         "W4A4 dynamic, bias",
         "W4A4 static, bias, any input",
-        "W4A16, 3 parts, bias",
+        "W4A16, 2 parts, bias",
     ]
     for layer in layers:
         layer.weight.check()
@@ -192,7 +192,7 @@ def test_right_flashinfer_kernels_pass(
     assert [row for row in verification.rows if not row.ok] == []
     ran = {row.backend for row in verification.rows}
     assert ran == {name for name in names if not backends()[name].unsupported_reason(replace(target, dtype=dtype))}
-    assert ("W4A16, 3 parts, bias" in {row.kind for row in verification.rows}) == (dtype is torch.bfloat16)
+    assert ("W4A16, 2 parts, bias" in {row.kind for row in verification.rows}) == (dtype is torch.bfloat16)
 
 
 # ----------------------------------------------------------------------------------------------- layers of a model

@@ -160,11 +160,12 @@ def random_layers(rows: int, columns: int, dtype: torch.dtype, generator: torch.
     """The kinds of layer that differ for a backend, all of weight [``rows``, ``columns``]."""
     quarter = rows // 4
     fused = (rows - 2 * quarter, quarter, quarter) if quarter else (rows,)
+    halves = fused if rows % 2 else (rows // 2, rows // 2)  # as gate and up are
     for activation, parts, with_bias, on_grid in (
         (Activation.STATIC, fused, False, True),
         (Activation.DYNAMIC, (rows,), True, True),
         (Activation.STATIC, (rows,), True, False),
-        (Activation.NONE, fused, True, False),
+        (Activation.NONE, halves, True, False),
     ):
         weight = random_weight(parts, columns, activation, dtype, generator)
         bias = None

@@ -20,6 +20,7 @@ from sglang.srt.layers.quantization.fp4_verify import (
     empty_input,
     make_batch,
 )
+from sglang.srt.layers.quantization.fp4_verify_fused import check_fused
 from sglang.srt.layers.quantization.nvfp4 import Activation, NvFp4Linear
 
 
@@ -143,7 +144,8 @@ class Verification:
             elif linear.backend is not variant:
                 linear = linear.shared_with(variant)
             found = check_layer(linear, layer, x, exact)
-            row = replace(row, verdict=found.verdict, error=found.error, max_abs=found.max_abs)
+            verdict = check_fused(linear, x, layer.bias) if found.ok and m > 0 else found.verdict
+            row = replace(row, verdict=verdict, error=found.error, max_abs=found.max_abs)
             if exact is not None and batch.dense_seconds is not None:
                 row = replace(row, bound=exact.bound)
                 if row.ok:
