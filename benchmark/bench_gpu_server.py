@@ -275,12 +275,14 @@ def main() -> None:
             for row in transformers_rows(options) if engine == "transformers" else our_rows(options, engine):
                 report["rows"].append(row)
                 print(json.dumps(row), flush=True)
+                if options.output:  # whatever comes next may take longer than there is time
+                    write_report(options.output, report)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             report["failed"].append({"engine": engine, "why": str(error)[-2000:]})
             print(f"{engine}: {error}", flush=True)
         print(f"{engine}: {time.monotonic() - began:.0f} s", flush=True)
-        if options.output:
-            write_report(options.output, report)
+    if options.output:
+        write_report(options.output, report)
     sys.exit(1 if report["failed"] else 0)
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from fp4_fakes import make_weight
 from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Rows, SiluAndMul, Step, Then, UnscaledRows
 from sglang.srt.layers.quantization.fp4_utils import Fp4GemmBackend, PreparedWeight, backends
-from sglang.srt.layers.quantization.fp4_verify import random_layers
+from sglang.srt.layers.quantization.fp4_verify import Layer, exact_product, random_layers
 from sglang.srt.layers.quantization.fp4_verify_fused import check_fused
 from sglang.srt.layers.quantization.fp4_verify_run import Verification
-from sglang.srt.layers.quantization.nvfp4_linear import NvFp4Linear
+from sglang.srt.layers.quantization.nvfp4_linear import Activation, NvFp4Linear
 
 TORCH = backends()["torch"]
 COLUMNS = 64
@@ -47,7 +47,11 @@ class Fusing:
                 first, second = second, first
             gated = F.silu(first.float()).to(y.dtype) * (first if fault == "one half" else second)
             if fault == "one gate":
-                gated[-1, -1] *= 1.02
+                gated[-1, -1] *= 1.1
+            if fault == "truncated":
+                gated *= 1 - 2**-6
+            if fault == "reordered":
+                gated[0, :4] *= 1 + 2**-6
             if fault == "wrong gate of what is divided" and isinstance(x, UnscaledRows):
                 gated = gated * 2
             if fault == "nan":
@@ -69,13 +73,14 @@ class Fusing:
 
 
 def verdict(fault: str, rows: int = 7, **args: Any) -> str:
-    weight = make_weight([COLUMNS // 2] * 2, 64, [0.01, 0.02])
+    weight = make_weight([COLUMNS // 2] * 2, 64, [0.01, 0.02], activation=Activation.NONE)
     generator = torch.Generator().manual_seed(0)
     x, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((rows, 64), (COLUMNS,)))
     backend: Any = TORCH()
     fusing = Fusing(backend, fault, **args)
     backend.fuses, backend.apply_fused = fusing.fuses, fusing.apply_fused
-    return check_fused(NvFp4Linear(weight, backend), x, bias)
+    limit = exact_product(Layer("", weight, bias, on_grid=False), x).limit
+    return check_fused(NvFp4Linear(weight, backend), x, bias, limit)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
@@ -95,7 +100,8 @@ def test_right_steps_pass(rows: int) -> None:
         ("one half", "the gate: "),
         ("one gate", "the gate: 1 of 224 are wrong; [6, 31] is"),
         ("nan", "the gate: 1 of 224 are wrong; [0, 1] is nan, exactly"),
-        ("too few gates", "the gate has shape [7, 31], not [7, 32]"),
+        ("truncated", "the gate: "),
+        ("too few gates", "the gate has 31 columns, not 32"),
         ("the residual stays", "the sum with the residual is not the product's"),
         ("no residual", "the sum with the residual is not the product's"),
         ("no weight", "the sum times the norm's weight is wrong"),
@@ -105,6 +111,11 @@ def test_right_steps_pass(rows: int) -> None:
 )
 def test_faults(fault: str, words: str) -> None:
     assert verdict(fault).startswith(words)
+
+
+def test_few_gates_may_be_of_a_product_in_another_order() -> None:
+    assert verdict("reordered", 16) == "ok"
+    assert verdict("reordered", 7) == "the gate: 4 of 224 are not rounded"
 
 
 def test_a_fault_of_both_together() -> None:

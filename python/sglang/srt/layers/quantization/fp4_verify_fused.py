@@ -2,7 +2,9 @@
 been held against the exact one, and that step by itself.
 
 A sum and what it is multiplied with are rounded where torch rounds them, so they have its bits. A gate is rounded twice
-and a division once more or less than it would be alone: each time by at most half a unit in the last place.
+and a division once more or less than it would be alone, each time by at most half a unit in the last place. Beside a
+gate a product may be added in another order, as gates and what they are for are computed side by side: so it may be as
+far off as the product may, which shows in few elements.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from sglang.srt.layers.quantization.nvfp4_linear import NvFp4Linear
 
 # Sums of squares are float32, added in any order.
 SQUARES_TOLERANCE = 1e-5
+# Part of the gates whose product may be another one after rounding.
+REORDERED = 0.01
 # Below, a device may have a sigmoid of float32 that is 0.
 _SMALLEST_SIGMOID = 2.0**-120
 
 
-def check_fused(linear: NvFp4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> str:
+def check_fused(linear: NvFp4Linear, x: torch.Tensor, bias: torch.Tensor | None, limit: torch.Tensor) -> str:
     """ "ok", or the first thing that is wrong with what ``linear`` computes together with its product for ``x`` [M, K],
     M > 0; "ok" as well if that is nothing.
+
+    Args:
+        limit: float64 [M, N], how far off each element of the product may be.
 
     Raises:
         Exception: whatever the backend raises.
@@ -34,15 +41,15 @@ def check_fused(linear: NvFp4Linear, x: torch.Tensor, bias: torch.Tensor | None)
         assert isinstance(y, torch.Tensor)
         wanted = quotient if bias is None else quotient + bias.double()
         finfo = torch.finfo(x.dtype)
-        limit = 2.5 * (finfo.eps / 2) * (quotient.abs() + wanted.abs()) + finfo.smallest_normal
-        if verdict := _beyond(y, wanted, limit, "a product that is divided by the norm of its input"):
+        rounding = 2.5 * (finfo.eps / 2) * (quotient.abs() + wanted.abs()) + finfo.smallest_normal
+        if verdict := _beyond(y, wanted, rounding, "a product that is divided by the norm of its input"):
             return verdict
         inputs.append((" of an input that is not divided", unscaled, y))
     for what, values, y in inputs:
         if linear.fuses(SiluAndMul, rows):
             gated = linear.fused(values, bias, SiluAndMul())
             assert isinstance(gated, torch.Tensor)
-            if verdict := _gate(gated, y, what):
+            if verdict := _gate(gated, y, limit, what):
                 return verdict
         if linear.fuses(AddRMSNorm, rows):
             weight = torch.linspace(0.5, 1.5, y.shape[1], device=y.device).to(y.dtype)
@@ -63,15 +70,24 @@ def _unscaled(x: torch.Tensor) -> tuple[UnscaledRows, torch.Tensor]:
     return UnscaledRows(x, squares, 0.0), roots
 
 
-def _gate(found: torch.Tensor, y: torch.Tensor, what: str) -> str:
-    first, second = y.chunk(2, dim=1)
-    silu = F.silu(first.float()).double()
-    wanted = silu * second.double()
-    finfo = torch.finfo(y.dtype)
-    limit = 2.5 * (finfo.eps / 2) * wanted.abs() + finfo.smallest_normal * (1 + finfo.eps * second.double().abs())
+def _gate(found: torch.Tensor, y: torch.Tensor, limit: torch.Tensor, what: str) -> str:
+    name = f"the gate{what}"
+    if 2 * found.shape[1] != y.shape[1]:
+        return f"{name} has {found.shape[1]} columns, not {y.shape[1] // 2}"
+    first, second = y.float().chunk(2, dim=1)
+    first_off, second_off = (2 * limit).chunk(2, dim=1)
+    silu, second = F.silu(first).double(), second.double()
+    moved = [(F.silu(first.double() + off) - silu).abs() for off in (first_off, -first_off)]
+    wanted, finfo = silu * second, torch.finfo(y.dtype)
+    rounding = 2.5 * (finfo.eps / 2) * wanted.abs() + finfo.smallest_normal * (1 + finfo.eps * second.abs())
+    reordered = torch.maximum(*moved) * (second.abs() + second_off) + silu.abs() * second_off
     # Not where the result can't be held, nor where the sigmoid is next to nothing.
-    judged = (wanted.abs() < finfo.max / 2) & ((silu.abs() > _SMALLEST_SIGMOID) | (first == 0))
-    return _beyond(found, wanted, torch.where(judged, limit, torch.inf), f"the gate{what}")
+    ignored = (wanted.abs() >= finfo.max / 2) | ((silu.abs() <= _SMALLEST_SIGMOID) & (first != 0))
+    rounding = rounding.masked_fill(ignored, torch.inf)
+    if verdict := _beyond(found, wanted, rounding + reordered, name):
+        return verdict
+    off = int(((found.double() - wanted).abs() > rounding).sum())
+    return f"{name}: {off} of {found.numel()} are not rounded" if off > 1 + REORDERED * found.numel() else ""
 
 
 def _norm(found: UnscaledRows, residual: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, what: str) -> str:

@@ -144,7 +144,9 @@ class Verification:
             elif linear.backend is not variant:
                 linear = linear.shared_with(variant)
             found = check_layer(linear, layer, x, exact)
-            verdict = check_fused(linear, x, layer.bias) if found.ok and m > 0 else found.verdict
+            verdict = found.verdict
+            if found.ok and exact is not None:
+                verdict = check_fused(linear, x, layer.bias, exact.limit)
             row = replace(row, verdict=verdict, error=found.error, max_abs=found.max_abs)
             if exact is not None and batch.dense_seconds is not None:
                 row = replace(row, bound=exact.bound)
