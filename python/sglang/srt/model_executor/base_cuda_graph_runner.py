@@ -11,12 +11,11 @@ from typing import ClassVar
 import torch
 
 from sglang.srt.errors import StartupError
+from sglang.srt.model_executor.memory_plan import GB
 from sglang.srt.platforms import available_memory, release_unused_memory
 from sglang.srt.utils.progress import progress_of
 
 logger = logging.getLogger(__name__)
-
-GB = 1 << 30
 
 
 class BaseCudaGraphRunner(ABC):
