@@ -238,6 +238,15 @@ def test_why_there_are_none(args: dict[str, Any], device: str, shared: bool, rea
     assert why_no_prefill_graphs(ServerArgs(model_path="m", **args), torch.device(device), linears) == reason
 
 
+def test_a_model_that_takes_the_place_of_another_has_its_own_answer() -> None:
+    runner, other = eager(), eager(FIXTURES / "tiny-llama-bf16", quantization="nvfp4", fp4_gemm_runner_backend="torch")
+    runner.device = torch.device("cuda")  # of which nothing is asked
+    runner.server_args = ServerArgs(model_path="m")
+    assert runner.why_no_prefill_graphs is None
+    runner.model = other.model
+    assert str(runner.why_no_prefill_graphs).startswith("a layer scales its input by the largest value of all rows")
+
+
 @pytest.mark.parametrize(
     ("args", "flag"),
     [

@@ -125,14 +125,13 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphRunner | None = None
         self.prefill_graphs: PrefillGraphRunner | None = None
         self.why_no_graphs = why_no_graphs(server_args, self.attn_backend)
-        self.why_no_prefill_graphs = why_no_prefill_graphs(server_args, self.device, linears_of(self.model))
         if self.why_no_graphs is None:
             most = captured_sizes(server_args, running, pads=False)[-1]
             self.attn_backend.init_cuda_graph_state(most, model_config.context_len)
         else:
             logger.info("Decode steps are not recorded in graphs: %s", self.why_no_graphs)
-        if self.why_no_prefill_graphs is not None and self.device.type == "cuda":
-            logger.info("Prompts are not recorded in graphs: %s", self.why_no_prefill_graphs)
+        if self.device.type == "cuda" and (reason := self.why_no_prefill_graphs) is not None:
+            logger.info("Prompts are not recorded in graphs: %s", reason)
         self.memory_plan = self._plan_memory(available, running)
         self._allocate(self.memory_plan, running)
         self._record_graphs()
@@ -166,6 +165,11 @@ class ModelRunner:
     @property
     def _wanted_running_requests(self) -> int:
         return self.server_args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS[self.device.type]
+
+    @property
+    def why_no_prefill_graphs(self) -> str | None:
+        """Another model that takes the first one's place may have another answer."""
+        return why_no_prefill_graphs(self.server_args, self.device, linears_of(self.model))
 
     def _wanted_kv_cache_dtype(self, quant_config: QuantizationConfig | None) -> torch.dtype:
         stored = quant_config.kv_cache_dtype if quant_config is not None else None
