@@ -131,18 +131,19 @@ def test_what_is_replayed_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_kernels
 def test_a_recording_keeps_no_memory_of_its_own() -> None:
-    """What all sizes and layers hold between pieces lies in the same place, as large as the largest needs."""
+    """All sizes lie in what the largest needs, and of that nothing but the result is in use when it is recorded."""
     capture = CpuGraphCapture()
+    arena = capture._arena
     runner = eager(max_total_tokens=1024, context_len=1024)
     pools = runner.req_to_token_pool, runner.token_to_kv_pool
     graphs = PrefillGraphRunner(runner.model.model, capture, *pools, [16, 512, 1024])
     graphs.record(1024)
-    largest = capture._arena.nbytes
+    largest = arena.nbytes
+    free = sum(end - begin for _, begin, end in arena._free)
+    assert largest - free == graphs._steps[1024].hidden_states.nbytes
     graphs.record(512)
     graphs.record(16)
-    assert capture._arena.nbytes == largest
-    first, second = graphs._steps[1024].calls
-    assert first.q.data_ptr() == second.q.data_ptr(), "what is computed once is given away"
+    assert arena.nbytes == largest
 
 
 @needs_kernels
