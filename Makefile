@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PORT ?= 30000
+JOBS ?= 2
 STAMP := $(VENV)/.installed
 FLASHINFER ?= 0.7.4
 FLASHINFER_STAMP := $(VENV)/.flashinfer-installed
@@ -28,8 +29,9 @@ $(FLASHINFER_STAMP): $(STAMP) tests/requirements-flashinfer.txt
 demo: $(STAMP)
 	$(BIN)/python -m sglang.demo_model --serve --port $(PORT)
 
+# In JOBS processes at a time, a file in one of them; JOBS=0: in the process itself.
 test: $(FLASHINFER_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # The contract tests against another FlashInfer than `make test` has.
 test-flashinfer: .flashinfer-$(FLASHINFER)/.installed
