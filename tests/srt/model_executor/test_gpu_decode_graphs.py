@@ -5,47 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_runner import FIXTURES, GPU, MB, NEEDS_FLASHINFER, assert_close, make_gpu_runner
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import StartupError
-from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.model_executor.device_graph import CudaGraphCapture
 from sglang.srt.model_executor.memory_plan import LEAST_MARGIN, MARGIN_FRACTION, measure_largest_steps
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.platforms import available_memory, release_unused_memory
 from sglang.srt.server_args import ServerArgs
-from step_harness import Stepper, make_runner, random_tokens
+from step_harness import Stepper, random_tokens
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
-GPU = torch.device("cuda", 0)
-TARGET = AttentionTarget(GPU, torch.float16, torch.float16, 4, 2, 64)
-REASON = FlashInferAttnBackend.unsupported_reason(TARGET) if torch.cuda.is_available() else "no CUDA GPU"
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-
-# Of the largest logit: float16 activations, and sums in another order where a batch is padded.
-TOLERANCE = 3e-3
-MB = 1 << 20
+pytestmark = NEEDS_FLASHINFER
 
 
 def make(folder: str, **args: Any) -> ModelRunner:
-    given = {
-        "device": "cuda", "dtype": "float16", "attention_backend": "flashinfer", "max_running_requests": 18,
-        "max_total_tokens": 2048, "cuda_graph_max_bs": 16, **args,
-    }  # fmt: skip
-    if given.get("disable_cuda_graph"):
-        given["cuda_graph_max_bs"] = None
-    return make_runner(FIXTURES / folder, **given)
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    assert error < TOLERANCE, f"off by {error:.1e} of the largest value"
+    largest = None if args.get("disable_cuda_graph") else 16
+    return make_gpu_runner(folder, **{"max_total_tokens": 2048, "cuda_graph_max_bs": largest, **args})
 
 
 def slots_of(stepper: Stepper, row: int) -> list[int]:

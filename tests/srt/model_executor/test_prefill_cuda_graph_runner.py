@@ -248,17 +248,9 @@ def test_a_model_that_takes_the_place_of_another_has_its_own_answer() -> None:
     assert str(runner.why_no_prefill_graphs).startswith("a layer scales its input by the largest value of all rows")
 
 
-@pytest.mark.parametrize(
-    ("args", "flag"),
-    [
-        ({"cuda_graph_backend_prefill": "breakable"}, "--cuda-graph-backend-prefill"),
-        ({"cuda_graph_bs_prefill": [64]}, "--cuda-graph-bs-prefill"),
-        ({"cuda_graph_max_bs_prefill": 64}, "--cuda-graph-max-bs-prefill"),
-    ],
-)
-def test_flags_that_say_nothing_on_a_cpu(args: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{flag} says nothing on a CPU"):
-        make_runner(W4A16, **args)
+def test_flags_that_say_nothing_on_a_cpu() -> None:
+    with pytest.raises(ArgumentError, match="^--cuda-graph-bs-prefill says nothing on a CPU"):
+        make_runner(W4A16, cuda_graph_bs_prefill=[64])
     assert make_runner(W4A16, cuda_graph_backend_prefill="disabled").prefill_graphs is None
 
 

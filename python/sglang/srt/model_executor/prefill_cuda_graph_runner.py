@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import Rotary
+from sglang.srt.layers.attention.base_attn_backend import Attention, Rotary
 from sglang.srt.model_executor.base_cuda_graph_runner import BaseCudaGraphRunner
 from sglang.srt.model_executor.device_graph import Cut, DeviceCapture, DeviceGraph, borrowed
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -66,7 +66,7 @@ class AttentionCall(NamedTuple):
     out: torch.Tensor
 
 
-class Break:
+class Break(Attention):
     """Stands for the attention while a step is recorded: it computes nothing, but ends a piece."""
 
     def __init__(self, cut: Cut) -> None:

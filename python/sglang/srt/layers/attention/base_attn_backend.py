@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -46,6 +46,7 @@ class AttentionTarget:
 class Attention(Protocol):
     """What a layer of the model asks for."""
 
+    @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
@@ -68,7 +69,7 @@ class Attention(Protocol):
         """
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(Attention):
     """Attention over the paged KV cache. Subclassing registers. One object serves all layers; it may keep what it
     prepared for one step.
 
@@ -114,18 +115,6 @@ class AttentionBackend(ABC):
         behind the real requests have length 1, the pool's padding row and slot 0.
         """
         raise NotImplementedError(f"attention backend {self.name} can't be captured")
-
-    @abstractmethod
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        rotary: Rotary | None = None,
-    ) -> torch.Tensor:
-        """As :class:`Attention`."""
 
 
 registry: BackendRegistry[AttentionBackend] = BackendRegistry("Attention")
