@@ -63,11 +63,21 @@ static void barrier(Level level) {
     while (!threads[i].ended && threads[i].arrivals[level] < me.arrivals[level]) swapcontext(&me.context, &scheduler);
 }
 
+extern "C" void (*host_previous)(bool ended) = nullptr;
+static void (*&previous)(bool ended) = host_previous;  // null, or called as a block begins and when all its threads wait
+static void wait_for_previous() {
+  if (!previous) return;
+  barrier(BLOCK);
+  if (current == 0) previous(true);
+  barrier(BLOCK);
+}
+
 static void launch(Dim grid, unsigned size, std::function<void()> kernel) {
   body = kernel, gridDim = grid, blockDim = {size, 1, 1};
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {
       blockIdx = {x, y, 0};
+      if (previous) previous(false);
       if (threads.size() < size) threads.resize(size);
       for (unsigned i = 0; i < size; ++i) {
         Thread& t = threads[i];

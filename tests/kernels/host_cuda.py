@@ -5,6 +5,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +18,14 @@ COMPILER = shutil.which("g++")
 # Where a test of a kernel runs.
 NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 ON_GPU = pytest.param("cuda", marks=NEEDS_A_GPU)
-ON_HOST = pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++"))
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+ON_HOST = pytest.param("cpu", marks=NEEDS_COMPILER)
 MMA = """asm("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));"""
+PREVIOUS = ctypes.CFUNCTYPE(None, ctypes.c_bool)
+WAIT = """#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif"""
 # Each instruction of the device that the sources name.
 INSTRUCTIONS = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));': "r = host::from_half(v);",
@@ -34,6 +40,7 @@ INSTRUCTIONS = {
         "r = atomicInc(counter, last);"
     ),
     # w4a16_small.cu and w4a16_common.cuh
+    WAIT: "host::wait_for_previous();",
     "extern __shared__ __align__(1024) char smem[];": "char *const smem = host::shared;",
     'asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));': "d = host::half_products(a, b);",
     'asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));': (
@@ -70,6 +77,9 @@ class HostKernels:
         self._folder = folder
         self._library = cache(self._build)
         self.launched: list[tuple[str, tuple[int, int], int]] = []  # name, grid, threads
+        # Called with False as a block begins, and with True when all its threads wait for the previous kernel: what
+        # that one writes can be missing until then.
+        self.previous: Callable[[bool], None] | None = None
 
     def launch(
         self,
@@ -89,6 +99,8 @@ class HostKernels:
         library = self._library(*program)
         assert len(params) == library[f"{name}_size"](), f"{name}: the parameters are not laid out as the compiler does"
         self.launched.append((name, grid, threads))
+        previous = PREVIOUS(self.previous) if self.previous else PREVIOUS()
+        ctypes.c_void_p.in_dll(library, "host_previous").value = ctypes.cast(previous, ctypes.c_void_p).value
         library[f"{name}_run"](params, *grid, threads)
 
     def _build(self, source: str, arch: str, options: tuple[str, ...]) -> ctypes.CDLL:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decode_steps import BF16, KINDS, PROCESSORS, attend, on_gpu, scales_of
+from host_cuda import NEEDS_COMPILER, HostKernels
 
 from attention_steps import Shape, Step, World
 from sglang.kernels import layers
@@ -70,6 +71,27 @@ def test_the_bits_of_two_launches(device: str, kind: str, dim: int, group: int) 
         (many, [1], 0),
     ):
         check(kernel, new_step(world, lengths, padding))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("length", [1, 17, 65, 300])
+def test_only_what_the_previous_kernel_does_not_write_is_read_before_it_ends(
+    host_kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(layers, "launch", host_kernels.launch)
+    shape = Shape(8, 2, 64)
+    world, kernel = World(shape, 2, 400), DecodeKernel(shape.target(), 4, PROCESSORS)
+    step = new_step(world, [length, 400])
+    q, k, v = (part.clone() for part in step.qkv[0].split_with_sizes((8, 2, 2), dim=1))
+    new, ended = NewTokens(k, v, rotary_of(step)), [part.clone() for part in (q, k, v)]
+    wanted = attend(kernel, step, 0, q, new=new)
+
+    def previous(has_ended: bool) -> None:
+        for part, value in zip((q, k, v), ended, strict=True):
+            part.copy_(value if has_ended else torch.full_like(value, torch.nan))
+
+    monkeypatch.setattr(host_kernels, "previous", previous)
+    assert torch.equal(attend(kernel, step, 0, q, new=new), wanted) and wanted.isfinite().all()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])

@@ -13,9 +13,10 @@
 //   of sums [values, 8 heads]: the same values, heads 2 column and 2 column + 1.
 // Value d of a head is rotated with d + DIM / 2, which the same lane holds.
 //
-// A request's newest token is in its last tile, which one warp has: it writes the key and value first and then reads
-// them like all others. No other warp reads that slot, since tiles before the last one are full. What pads a batch may
-// repeat a request: both then write the same bytes, each before it reads them.
+// A request's newest token is in its last tile, which one warp has: it writes the key and value first. If that tile is
+// its first one, it has read the slot before, and puts them in the place of what it found; else it reads them like all
+// others. No other warp reads that slot, since tiles before the last one are full. What pads a batch may repeat a
+// request: both then write the same bytes, each before it reads them.
 //
 // Macros: TYPE (of queries and output; 0: bfloat16, 1: float16), E4M3 (the cache; else TYPE), DIM (a multiple of 64),
 // GROUP (query heads of a KV head, 1 to 8), BLOCKS (per multiprocessor).
@@ -57,11 +58,16 @@ struct DecodeParams {
   float scale, k_scale, v_scale;  // of scores as powers of two; of keys in e4m3; of values in e4m3 and of the output
 };
 
-__device__ __forceinline__ void store_pair(Stored *row, int at, u32 pair, float inverse_scale) { // values 2 at + {0, 1}
+// 8 values of TYPE as the cache has them.
+__device__ __forceinline__ Raw raw_of(const uint4 &values, float inverse_scale) {
 #if E4M3
-  ((u16 *)row)[at] = saturated_e4m3(pair, inverse_scale) | saturated_e4m3(pair >> 16, inverse_scale) << 8;
+  const auto four = [&](u32 a, u32 b) {
+    return saturated_e4m3(a, inverse_scale) | saturated_e4m3(a >> 16, inverse_scale) << 8 |
+           saturated_e4m3(b, inverse_scale) << 16 | (u32)saturated_e4m3(b >> 16, inverse_scale) << 24;
+  };
+  return {four(values.x, values.y), four(values.z, values.w)};
 #else
-  ((u32 *)row)[at] = pair;
+  return values;
 #endif
 }
 
@@ -153,7 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0); // the compiler sees that it is the same in all lanes
   const u32 request = blockIdx.y, kv_head = blockIdx.x % p.kv_heads;
-  wait_for_previous_kernel();
   // In one load: of two, the compiler has the second one wait for what depends on the first.
   const int given = lane % 2 ? p.rows[request] : p.lengths[request];
   const int length = __shfl_sync(~0u, given, 0);
@@ -161,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   const int first = max(0, length - p.window), tiles = (length - first + TILE - 1) / TILE;
   const int share = max((tiles + p.splits - 1) / (u32)p.splits, WARPS); // tiles of a block
   const int begin = blockIdx.x / (u32)p.kv_heads * share, end = min(begin + share, tiles);
-  if (begin >= end) return;
+  if (begin >= end) return; // other blocks of the request have a share, and wait
   // Of a tile the lane's slot; behind the end it is the last token's, whose weight there is zero.
   const auto slot_of = [&](int tile) { return slots[min(first + tile * TILE + lane % TILE, length - 1)]; };
   int tile = begin + warp, slot = slot_of(tile), next_slot = 0;
@@ -170,52 +175,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     split = blockIdx.x / (u32)p.kv_heads;
     active = (tiles + share - 1) / (u32)share;
   }
-
-  u32 queries[DIM / 32][4] = {};
-  uint4 cos[DIM / 64] = {}, sin[DIM / 64] = {};
-  if (row < GROUP) {
-    const u16 *const q = p.q + (long long)request * p.q_stride + (kv_head * GROUP + row) * p.q_head_stride + 8 * column;
-#pragma unroll
-    for (int c = 0; c < DIM / 32; ++c) {
-      const uint4 x = *(const uint4 *)(q + 32 * c);
-      queries[c][0] = x.x, queries[c][1] = x.y, queries[c][2] = x.z, queries[c][3] = x.w;
-    }
-    if (p.cos) {
-      const uint4 *const cosines = (const uint4 *)(p.cos + request * DIM) + column;
-      const uint4 *const sines = (const uint4 *)(p.sin + request * DIM) + column;
-#pragma unroll
-      for (int c = 0; c < DIM / 64; ++c) cos[c] = cosines[4 * c], sin[c] = sines[4 * c];
-    }
-  }
-  const auto store_new = [&](long long slot) { // by one warp of all
-    constexpr int PAIRS = DIM / 4, PER_LANE = (PAIRS + 31) / 32; // of a half; lanes too many repeat others' pairs
-    const u32 *const k = (const u32 *)(p.k + (long long)request * p.k_stride + kv_head * DIM);
-    const u32 *const v = (const u32 *)(p.v + (long long)request * p.v_stride + kv_head * DIM);
-    const u32 *const cosines = (const u32 *)(p.cos + request * DIM);
-    const u32 *const sines = (const u32 *)(p.sin + request * DIM);
-    u32 key[PER_LANE][2], value[PER_LANE][2], cos[PER_LANE], sin[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int at = (lane + 32 * i) % PAIRS;
-      key[i][0] = k[at], key[i][1] = k[at + PAIRS];
-      value[i][0] = v[at], value[i][1] = v[at + PAIRS];
-      if (p.cos) cos[i] = cosines[at], sin[i] = sines[at];
-    }
-    const float k_inverse = E4M3 ? 1.f / p.k_scale : 1.f, v_inverse = E4M3 ? 1.f / p.v_scale : 1.f;
-    Stored *const keys = p.keys + slot * p.key_stride + kv_head * DIM;
-    Stored *const values = p.values + slot * p.value_stride + kv_head * DIM;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int at = (lane + 32 * i) % PAIRS;
-      if (p.cos) rotate_pairs(key[i][0], key[i][1], cos[i], sin[i]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        store_pair(keys, at + h * PAIRS, key[i][h], k_inverse);
-        store_pair(values, at + h * PAIRS, value[i][h], v_inverse);
-      }
-    }
-    __syncwarp(); // all lanes load what each has written
-  };
 
   const Stored *const my_keys = p.keys + kv_head * DIM + 8 * column;
   const Stored *const my_values = p.values + kv_head * DIM + 8 * row;
@@ -237,14 +196,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
       for (int h = 0; h < DIM / 64; ++h) values[t][h] = __ldcg((const Raw *)(from + 64 * h));
     }
   };
-
-  if (tile < end) {
-    float sums[DIM / 16][4] = {}, most[2] = {-INFINITE, -INFINITE}, weight[2] = {0.f, 0.f};
-    if (p.k && end == tiles && (end - 1 - tile) % WARPS == 0) store_new(slots[length - 1]);
+  const auto load_first = [&] {
     load_keys(slot);
     if (FAR_AHEAD) load_values(slot);
+  };
+  uint4 cos[DIM / 64] = {}, sin[DIM / 64] = {};
+  if (p.cos) {
+    const uint4 *const cosines = (const uint4 *)(p.cos + request * DIM) + column;
+    const uint4 *const sines = (const uint4 *)(p.sin + request * DIM) + column;
+#pragma unroll
+    for (int c = 0; c < DIM / 64; ++c) cos[c] = cosines[4 * c], sin[c] = sines[4 * c];
+  }
+  const bool early = p.k || tile < tiles - 1; // what is read of the cache is there, but for the new token
+  if (tile < end && early) load_first();
+  wait_for_previous_kernel();
+
+  // The newest token has one warp.
+  const bool has_new = p.k && tile < end && end == tiles && (end - 1 - tile) % WARPS == 0;
+  uint4 new_key[DIM / 32], new_value[DIM / 64]; // as this lane has them of a tile
+  if (has_new) {
+    const u16 *const k = p.k + (long long)request * p.k_stride + kv_head * DIM + 8 * column;
+    const u16 *const v = p.v + (long long)request * p.v_stride + kv_head * DIM + 8 * row;
+#pragma unroll
+    for (int c = 0; c < DIM / 32; ++c) new_key[c] = *(const uint4 *)(k + 32 * c);
+#pragma unroll
+    for (int h = 0; h < DIM / 64; ++h) new_value[h] = *(const uint4 *)(v + 64 * h);
+  }
+
+  u32 queries[DIM / 32][4] = {};
+  if (row < GROUP) {
+    const u16 *const q = p.q + (long long)request * p.q_stride + (kv_head * GROUP + row) * p.q_head_stride + 8 * column;
+#pragma unroll
+    for (int c = 0; c < DIM / 32; ++c) {
+      const uint4 x = *(const uint4 *)(q + 32 * c);
+      queries[c][0] = x.x, queries[c][1] = x.y, queries[c][2] = x.z, queries[c][3] = x.w;
+    }
+  }
+  if (tile < end) {
+    if (!early) load_first();
+    if (has_new) {
+      const int newest = tile == tiles - 1 ? __shfl_sync(~0u, slot, TILE - 1) : slots[length - 1];
+      const int token = (length - 1 - first) % TILE; // of its tile, in which those behind it repeat it
+      const bool in_first = FAR_AHEAD && tile == tiles - 1;
+#pragma unroll
+      for (int h = 0; h < DIM / 64; ++h) {
+        const Raw stored = raw_of(new_value[h], E4M3 ? 1.f / p.v_scale : 1.f);
+        if (column == 0) *(Raw *)(p.values + newest * (long long)p.value_stride + kv_head * DIM + 8 * row + 64 * h) = stored;
+#pragma unroll
+        for (int t = 0; t < 4; ++t)
+          if (in_first && 2 * column + t % 2 + t / 2 * 8 >= token) values[t][h] = stored;
+      }
+      if (p.cos)
+#pragma unroll
+        for (int c = 0; c < DIM / 64; ++c) {
+          uint4 &low = new_key[c], &high = new_key[c + DIM / 64];
+          rotate_pairs(low.x, high.x, cos[c].x, sin[c].x);
+          rotate_pairs(low.y, high.y, cos[c].y, sin[c].y);
+          rotate_pairs(low.z, high.z, cos[c].z, sin[c].z);
+          rotate_pairs(low.w, high.w, cos[c].w, sin[c].w);
+        }
+#pragma unroll
+      for (int c = 0; c < DIM / 32; ++c) {
+        const Raw stored = raw_of(new_key[c], E4M3 ? 1.f / p.k_scale : 1.f);
+        if (row == 0) *(Raw *)(p.keys + newest * (long long)p.key_stride + kv_head * DIM + 8 * column + 32 * c) = stored;
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+          if (in_first && row + 8 * t >= token) keys[t][c] = stored;
+      }
+      __syncwarp(); // later tiles are loaded by other lanes than have stored them
+      if (!FAR_AHEAD && tile == tiles - 1) load_keys(slot);
+    }
     if (tile + WARPS < end) next_slot = slot_of(tile + WARPS);
-    // While the first tile is on its way, what queries need.
+    // What queries need, while the last tile is on its way.
     if (p.cos)
 #pragma unroll
       for (int c = 0; c < DIM / 64; ++c) {
@@ -276,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     scale[0] *= __shfl_sync(~0u, up, 8 * column);
     scale[1] *= __shfl_sync(~0u, up, 8 * column + 4);
 #endif
+    float sums[DIM / 16][4] = {}, most[2] = {-INFINITE, -INFINITE}, weight[2] = {0.f, 0.f};
     for (;; tile += WARPS) {
       const bool more = tile + WARPS < end;
       float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};

@@ -11,8 +11,7 @@ struct DecodeInputsParams {
 };
 
 extern "C" __global__ void __launch_bounds__(32) decode_inputs(const __grid_constant__ DecodeInputsParams p) {
-  begin_next_kernel();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(); // and lets no kernel begin early, see pdl.cuh
   const int request = blockIdx.x;
   int taken = 0; // pages, by the requests before this one
   for (int i = threadIdx.x; i < request; i += 32) taken += p.positions[i] % p.page_size == 0;

@@ -3,6 +3,10 @@
 // A kernel lets the stream's next one begin at once, and itself waits for the previous one before it touches what
 // kernels write; the model's parameters, which none writes, may be read before. Since every kernel waits, one that has
 // ended implies that all before it have.
+//
+// decode_attention.cu reads more before it waits: lengths, slots, angles and older tokens. Kernels that write those,
+// decode_inputs and cos_sin, do not let the next one begin early: whatever comes later begins when they have ended, and
+// older tokens were written before that.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
