@@ -64,9 +64,11 @@ class Kernel:
         return result
 
     def dequantize(self, q: torch.Tensor, s0: torch.Tensor, s1: torch.Tensor) -> list[torch.Tensor]:
-        lines = re.findall(r"w\[\d\] = (.*);", self._body("dequantize"))
-        assert len(lines) == 4
-        return [self._evaluate(line, q=q, s0=s0, s1=s1) for line in lines]
+        spread = re.findall(r"w\[\d\] = (.*);", self._body("spread"))
+        w = [self._evaluate(line, q=q) for line in spread]
+        factors = re.findall(r"w\[(\d)\] = mul2\(w\[(\d)\], (s\d)\);", SOURCE)
+        assert [(int(to), int(of)) for to, of, _ in factors] == [(i, i) for i in range(len(w))] and len(w) == 4
+        return [self.mul2(value, {"s0": s0, "s1": s1}[name]) for value, (_, _, name) in zip(w, factors, strict=True)]
 
     def decode_scales(self, bytes_: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of rows g and g + 8, each twice in 32 bits."""

@@ -30,6 +30,7 @@ from sglang.kernels.w4a16_tilings import (
     Way,
     WideTiling,
     ranked,
+    shared_limit,
     small_tilings,
 )
 
@@ -45,7 +46,8 @@ Program = tuple[str, str, tuple[str, ...]]  # source, architecture, options
 @cache
 def source(name: str, columns: int = 0) -> str:
     """Of "small", "dequantize" or "wgmma"; the last one's operand list depends on ``columns``."""
-    common = "".join((_FOLDER / file).read_text() for file in ("pdl.cuh", "values.cuh", "w4a16_common.cuh"))
+    files = ["pdl.cuh", "values.cuh", "w4a16_common.cuh", *(["w4a16_sums.cuh"] if name == "small" else [])]
+    common = "".join((_FOLDER / file).read_text() for file in files)
     return common + (_wgmma_instruction(columns) if columns else "") + (_FOLDER / f"w4a16_{name}.cu").read_text()
 
 
@@ -101,17 +103,23 @@ class Device:
     scratch: torch.Tensor  # uint8 [SCRATCH_BYTES]; calls must be ordered, as those of one stream are
     ready: torch.Tensor  # int32 [blocks that run at once], zeros between calls
 
-    def choose(self, m: int, n: int, k: int, rank: int = 0) -> Way:
-        """The way that the model puts at ``rank``; the first where there are not as many."""
-        ways = _ranked(m, n, k, self.capability, self.processors, self.max_clusters)
+    def choose(self, m: int, n: int, k: int, rank: int = 0, paired: bool = False) -> Way:
+        """The way that the model puts at ``rank``; the first where there are not as many; see ``ranked``."""
+        ways = _ranked(m, n, k, self.capability, self.processors, self.max_clusters, paired)
         return ways[rank] if rank < len(ways) else ways[0]
 
 
 @lru_cache(65536)
 def _ranked(
-    m: int, n: int, k: int, capability: tuple[int, int], processors: int, max_clusters: tuple[tuple[int, int], ...]
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    max_clusters: tuple[tuple[int, int], ...],
+    paired: bool,
 ) -> tuple[Way, ...]:
-    return ranked(m, n, k, capability, processors, dict(max_clusters))
+    return ranked(m, n, k, capability, processors, dict(max_clusters), paired)
 
 
 @cache
@@ -141,7 +149,7 @@ def _kernel(tiling: Way, dtype: torch.dtype, index: int, name: str) -> Kernel:
     threads, shared = 256, 0
     if name == "w4a16_gemm":
         assert isinstance(tiling, SmallTiling)
-        threads, shared = tiling.threads(capability), tiling.shared
+        threads, shared = tiling.threads(capability), shared_limit(capability)
     elif name == "w4a16_wgmma":
         assert isinstance(tiling, WideTiling)
         threads, shared = tiling.threads, tiling.shared
@@ -208,11 +216,11 @@ class Fusion:
     """What ``w4a16_small.cu`` computes besides x W^T, see there. Where it is not None
 
     Attributes:
-        gate: y is [M, N / 2], N a multiple of 32.
-        residual: [M, N] contiguous, N a multiple of 32; becomes the sum with the product.
+        gate: y is [M, N / 2], N a multiple of 32; with tilings of an even number of blocks of 16 rows.
+        residual: [M, N] contiguous, N a multiple of 16; becomes the sum with the product.
         norm_weight: [N], with ``residual``.
-        squares: float32 [M, N / 32], written with ``residual``.
-        x_squares: float32 [M, K / 32] contiguous.
+        squares: float32 [M, N / 16], written with ``residual``.
+        x_squares: float32 [M, K / 16] contiguous.
         x_eps: added to their mean.
     """
 
@@ -299,7 +307,10 @@ def _small(
     if where.capability >= (9, 0):
         box = tiling.rows // ROWS // (2 if extras[-1] else 1)  # gates and what they are for are copied each by itself
         w_map = _weight_map(weight, blocks, k_units, (box, units))
-        x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, columns, 2 * units), True)
+        if not tiling.one_row:
+            x_map = tensor_map(x, 2, (64, m, k // 64), (2 * x_stride, 128), (64, columns, 2 * units), True)
+    assert tiling.rows // ROWS % 2 == 0 or not extras[-1], "halves of a tile"
+    assert m == 1 or not tiling.one_row
     stages = -(-k_units // units)
     granule = 1 if tiling.cut and m <= columns else stages
     params = _SmallParams(
@@ -308,7 +319,11 @@ def _small(
     )  # fmt: skip
     kernel = _kernel_of(tiling, dtype, index)
     grid = (min(tiling.blocks * where.processors, tiles * stages // granule), -(-m // columns))
-    return kernel.launch(grid, tiling.shared, stream, params)
+    shared = tiling.shared(k)
+    if tiling.blocks == 1 and where.capability >= (9, 0):
+        # Or the blocks of a kernel that begins while another one ends would gather where that has ended first.
+        shared = max(shared, shared_limit(where.capability) // 2 + 1024)
+    return kernel.launch(grid, shared, stream, params)
 
 
 @lru_cache(4096)

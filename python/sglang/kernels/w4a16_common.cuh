@@ -42,21 +42,29 @@ __device__ __forceinline__ u32 high2(u32 v) {
   return d;
 }
 
-// The A fragment of a product out of a word and the scales of its two rows, times 2^-7, exactly: six significant bits,
-// no exponent out of range.
+// The A fragment of a product out of a word: e2m1 values, in bfloat16 times 2^-126, in float16 times 2^-14.
+__device__ __forceinline__ void spread(u32 q, u32 *w) {
+#if TYPE
+  w[0] = (q << 6) & 0x8E008E00u;
+  w[1] = (q << 9) & 0x8E008E00u;
+  w[2] = (q & 0x08000800u) | ((q << 2) & 0x86008600u);
+  w[3] = (q & 0x84008400u) | ((q >> 3) & 0x0A000A00u);
+#else
+  w[0] = (q << 6) & 0x81C081C0u;
+  w[1] = __funnelshift_r(q, q, 4) & 0x81C081C0u;
+  w[2] = (q << 2) & 0x81C081C0u;
+  w[3] = (q & 0x81808180u) | ((q >> 8) & 0x00400040u);
+#endif
+}
+
+// The same times the scales of its two rows, times 2^-7, exactly: six significant bits, no exponent out of range.
 __device__ __forceinline__ void dequantize(u32 q, u32 scales, u32 *w) {
   const u32 s0 = low2(scales), s1 = high2(scales);
-#if TYPE
-  w[0] = mul2((q << 6) & 0x8E008E00u, s0);
-  w[1] = mul2((q << 9) & 0x8E008E00u, s1);
-  w[2] = mul2((q & 0x08000800u) | ((q << 2) & 0x86008600u), s0);
-  w[3] = mul2((q & 0x84008400u) | ((q >> 3) & 0x0A000A00u), s1);
-#else
-  w[0] = mul2((q << 6) & 0x81C081C0u, s0);
-  w[1] = mul2(__funnelshift_r(q, q, 4) & 0x81C081C0u, s1);
-  w[2] = mul2((q << 2) & 0x81C081C0u, s0);
-  w[3] = mul2((q & 0x81808180u) | ((q >> 8) & 0x00400040u), s1);
-#endif
+  spread(q, w);
+  w[0] = mul2(w[0], s0);
+  w[1] = mul2(w[1], s1);
+  w[2] = mul2(w[2], s0);
+  w[3] = mul2(w[3], s1);
 }
 
 // Scales of rows g and g + 8 of step `half`, subnormal ones too, times the power of two that brings e2m1 bits to
@@ -93,9 +101,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                "r"(parity)
                : "memory");
 }
-#else
+#endif
+
 __device__ __forceinline__ void copy16(u32 to, const void *from, u32 bytes) { // the rest of 16 bytes becomes zero
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-#endif
 

@@ -36,6 +36,7 @@ class SmallTiling:
         stages: depth of the pipeline.
         blocks: per multiprocessor.
         cut: blocks get equal shares of all stages, also where that divides a tile, rather than whole tiles.
+        one_row: of x, which a block keeps whole.
         stage_us, call_us: the model's time of a stage and of a call besides; tiles follow each other without a gap.
     """
 
@@ -49,6 +50,7 @@ class SmallTiling:
     stage_us: float = field(compare=False, default=1.0)
     call_us: float = field(compare=False, default=2.0)
     cut: bool = False
+    one_row: bool = False
 
     @property
     def rows(self) -> int:
@@ -58,14 +60,14 @@ class SmallTiling:
     def stage_units(self) -> int:
         return self.u * self.wk
 
-    @property
-    def shared(self) -> int:
+    def shared(self, k: int) -> int:
         """Bytes of shared memory of a block."""
-        columns = 8 * self.nb
         weights = -(-self.rows // ROWS * self.stage_units * UNIT // 1024) * 1024
-        reduction = self.wk * columns * (self.rows + 4)
+        reduction = self.wk * (1 if self.one_row else 8 * self.nb) * (self.rows + 4)
         buffers = 2 if reduction <= 4096 else 1
-        return CONTROL + self.stages * (weights + columns * 2 * COLUMNS * self.stage_units) + 4 * reduction * buffers
+        whole_x = -(-k // COLUMNS * 2 * COLUMNS // 1024) * 1024 if self.one_row else 0
+        x = 0 if self.one_row else 8 * self.nb * 2 * COLUMNS * self.stage_units
+        return CONTROL + whole_x + self.stages * (weights + x) + 4 * reduction * buffers
 
     def threads(self, capability: tuple[int, int]) -> int:
         return 32 * self.wn * self.wk + (32 if capability >= (9, 0) else 0)
@@ -74,12 +76,12 @@ class SmallTiling:
         """Macros for the compiler."""
         return _macros(
             TYPE=int(dtype == torch.float16), NB=self.nb, RB=self.rb, WN=self.wn, WK=self.wk, U=self.u,
-            STAGES=self.stages, MINB=self.blocks, CUT=int(self.cut),
+            STAGES=self.stages, MINB=self.blocks, CUT=int(self.cut), ONE_ROW=int(self.one_row),
         )  # fmt: skip
 
-    def fits(self, capability: tuple[int, int]) -> bool:
+    def fits(self, capability: tuple[int, int], k: int = 0) -> bool:
         """Whether ``blocks`` of it can be on a multiprocessor at once."""
-        return (self.shared + _RESERVED) * self.blocks <= shared_limit(capability) + _RESERVED
+        return (self.shared(k) + _RESERVED) * self.blocks <= shared_limit(capability) + _RESERVED
 
     def tiles(self, n: int) -> int:
         return -(-n // self.rows)
@@ -90,7 +92,11 @@ class SmallTiling:
         return (longest * self.stage_us + self.call_us) * -(-m // (8 * self.nb))
 
     def __str__(self) -> str:
-        return f"b{self.nb}r{self.rb}n{self.wn}k{self.wk}u{self.u}s{self.stages}p{self.blocks}" + "c" * self.cut
+        return (
+            f"b{self.nb}r{self.rb}n{self.wn}k{self.wk}u{self.u}s{self.stages}p{self.blocks}"
+            + "c" * self.cut
+            + "x" * self.one_row
+        )
 
 
 @dataclass(frozen=True)
@@ -166,31 +172,49 @@ class WideTiling:
         return f"c{self.columns}g{self.groups}m{self.mt}x{self.split}s{self.share}"
 
 
-# Constants fitted to an H200 (benchmark/results/h200_w4a16.json); other GPUs order the choices much alike.
+# Constants fitted to an H200 (benchmark/results/h200_w4a16_tilings.json); other GPUs order the choices much alike. Its
+# 132 multiprocessors are why tiles of 48, 80 and 224 rows are here: 6144, 10240 and 28672 are 128 times that.
 SMALL = (  # nb rb wn wk u stages blocks, microseconds
-    SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.736, 2.782),
-    SmallTiling(1, 2, 1, 8, 1, 2, 2, 1.358, 0.900),
-    SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.331, 1.352),
-    SmallTiling(1, 4, 2, 4, 1, 2, 2, 2.242, 4.461),
-    SmallTiling(1, 4, 2, 8, 1, 2, 1, 2.284, 9.130, cut=True),
-    SmallTiling(1, 4, 4, 2, 1, 3, 1, 1.120, 4.000),
-    SmallTiling(2, 2, 1, 8, 1, 3, 1, 0.867, 3.198),
-    SmallTiling(2, 2, 2, 8, 1, 2, 1, 1.602, 1.675),
-    SmallTiling(2, 2, 4, 2, 1, 3, 2, 1.358, 5.050),
-    SmallTiling(4, 1, 2, 8, 1, 2, 1, 1.251, 2.959),
-    SmallTiling(4, 1, 4, 4, 1, 3, 1, 1.150, 2.300),
-    SmallTiling(4, 2, 4, 2, 1, 4, 1, 0.969, 7.600),
+    SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.714, 2.314, one_row=True),
+    SmallTiling(1, 2, 1, 16, 1, 3, 1, 1.184, 2.900, one_row=True),
+    SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.185, 1.760, one_row=True),
+    SmallTiling(1, 3, 1, 8, 1, 3, 1, 1.001, 1.840, one_row=True),
+    SmallTiling(1, 3, 1, 16, 1, 2, 1, 1.705, 2.600, one_row=True),
+    SmallTiling(1, 4, 1, 8, 1, 2, 1, 1.249, 1.242, one_row=True),
+    SmallTiling(1, 5, 1, 8, 1, 2, 1, 1.449, 1.506, one_row=True),
+    SmallTiling(1, 7, 2, 4, 1, 2, 1, 1.640, 1.795, one_row=True),
+    SmallTiling(1, 4, 2, 4, 1, 3, 1, 1.150, 6.824, cut=True, one_row=True),
+    SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.725, 2.474),
+    SmallTiling(1, 2, 1, 8, 1, 2, 2, 1.282, 1.300),
+    SmallTiling(1, 2, 2, 8, 1, 3, 1, 1.247, 1.810),
+    SmallTiling(1, 2, 7, 2, 1, 3, 1, 0.998, 2.897),
+    SmallTiling(1, 3, 1, 8, 1, 2, 1, 1.048, 2.071),
+    SmallTiling(1, 3, 1, 8, 1, 3, 1, 0.957, 2.536),
+    SmallTiling(1, 5, 1, 8, 1, 2, 1, 1.524, 1.877),
+    SmallTiling(1, 7, 2, 4, 1, 2, 1, 1.950, 3.800),
+    SmallTiling(1, 4, 2, 8, 1, 2, 1, 2.506, 8.000, cut=True),
+    SmallTiling(2, 2, 1, 8, 1, 3, 1, 0.824, 3.042),
+    SmallTiling(2, 2, 2, 8, 1, 2, 1, 1.475, 1.784),
+    SmallTiling(2, 2, 7, 2, 1, 3, 1, 1.170, 3.709),
+    SmallTiling(2, 3, 1, 8, 1, 2, 1, 1.194, 2.225),
+    SmallTiling(2, 3, 1, 8, 1, 3, 1, 1.116, 2.936),
+    SmallTiling(2, 5, 1, 8, 1, 2, 1, 1.714, 2.390),
+    SmallTiling(4, 1, 3, 4, 1, 4, 1, 0.824, 3.027),
+    SmallTiling(4, 2, 1, 8, 1, 2, 1, 1.130, 2.918),
+    SmallTiling(4, 2, 2, 4, 1, 3, 1, 1.000, 2.510),
+    SmallTiling(4, 5, 1, 4, 1, 3, 1, 1.274, 4.350),
 )  # fmt: skip
 # For other devices, whose blocks may have no more than 99 KB of shared memory and which have no wgmma; not measured.
 SMALL_ELSEWHERE = (
     SmallTiling(8, 2, 2, 2, 1, 3, 1, 0.848, 3.870),
+    SmallTiling(1, 2, 2, 4, 1, 2, 1, 2.0, 4.0, one_row=True),
     SmallTiling(1, 2, 2, 4, 1, 2, 1, 2.0, 4.0),
     SmallTiling(2, 2, 2, 2, 1, 2, 1, 2.0, 5.0),
     SmallTiling(4, 2, 2, 2, 1, 2, 1, 2.0, 5.0),
     SmallTiling(8, 2, 4, 1, 1, 2, 1, 2.0, 8.0),
 )  # fmt: skip
-WIDE = (  # columns groups mt, microseconds
-    WideTiling(32, 4, 1, 0.581, 7.050, 5.0),
+WIDE = (  # columns groups mt, microseconds (benchmark/results/h200_w4a16.json)
+    WideTiling(32, 4, 1, 0.700, 5.000, 5.0),
     WideTiling(64, 2, 1, 0.568, 2.763),
     WideTiling(64, 3, 1, 0.786, 4.089),
     WideTiling(64, 4, 1, 0.959, 5.012),
@@ -228,14 +252,23 @@ Way = SmallTiling | WideTiling | None  # None: dequantise, then cuBLAS
 
 
 def ranked(
-    m: int, n: int, k: int, capability: tuple[int, int], processors: int, max_clusters: Mapping[int, int]
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    max_clusters: Mapping[int, int],
+    paired: bool = False,
 ) -> tuple[Way, ...]:
     """The ways to multiply ``m`` rows of x by a weight [n, k], fastest first by the model; of each wide tiling the
-    best split only."""
+    best split only. ``paired``: of the small tilings those with as many rows of either half of the weight."""
     options: list[SmallTiling | WideTiling] = []
     if m <= MAX_SMALL_M:
         nb = next(nb for nb in (1, 2, 4, 8) if 8 * nb >= m)
-        options += [tiling for tiling in small_tilings(capability) if tiling.nb == nb]
+        fitting = [tiling for tiling in small_tilings(capability) if tiling.nb == nb and tiling.fits(capability, k)]
+        fitting = [tiling for tiling in fitting if not paired or tiling.rows // ROWS % 2 == 0]
+        # One row of a large K may have no room.
+        options += [one for one in fitting if one.one_row == (m == 1)] or [one for one in fitting if not one.one_row]
     if m >= MIN_WIDE_M and capability == (9, 0):
         options += wide_tilings(m, n, k, max_clusters)
     timed: list[tuple[float, Way]] = [(tiling.microseconds(m, n, k, processors), tiling) for tiling in options]
@@ -249,7 +282,13 @@ def ranked(
 
 
 def choose(
-    m: int, n: int, k: int, capability: tuple[int, int], processors: int, max_clusters: Mapping[int, int]
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    max_clusters: Mapping[int, int],
+    paired: bool = False,
 ) -> Way:
     """The fastest of :func:`ranked`."""
-    return ranked(m, n, k, capability, processors, max_clusters)[0]
+    return ranked(m, n, k, capability, processors, max_clusters, paired)[0]

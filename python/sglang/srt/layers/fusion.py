@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-SUMMED = 32  # squares in a sum
+SUMMED = 16  # squares in a sum
 
 
 @dataclass(frozen=True)

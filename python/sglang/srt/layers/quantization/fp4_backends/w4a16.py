@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from sglang.kernels import w4a16
-from sglang.kernels.w4a16_layout import pack
+from sglang.kernels.w4a16_layout import ROWS, pack
 from sglang.kernels.w4a16_tilings import MAX_SMALL_M, SmallTiling
 from sglang.srt.layers.fusion import SUMMED, AddRMSNorm, Rows, SiluAndMul, Step, Then, UnscaledRows
 from sglang.srt.layers.quantization.fp4_target import Target, at_least
@@ -47,6 +47,15 @@ class W4A16Weight(PreparedWeight):
     sizes: tuple[int, ...]
     scales: tuple[float, ...]
     in_features: int
+
+    @property
+    def paired(self) -> bool:
+        """Whether it may be gates and what they are for."""
+        return _paired(self.sizes)
+
+
+def _paired(sizes: Sequence[int]) -> bool:
+    return len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] % ROWS == 0
 
 
 @cache
@@ -83,7 +92,7 @@ def _gemm(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()  # nothing to do for a layer's own
     index = x.device.index
-    way = w4a16.device(index).choose(m, n, k, rank)
+    way = w4a16.device(index).choose(m, n, k, rank, _paired(sizes))
     parts = tuple(zip(sizes, scales, strict=True))
     if torch.cuda.current_device() == index:
         w4a16.gemm(x, weight, scale, bias, parts, y, way, fusion)
@@ -183,10 +192,10 @@ class W4A16Backend(Fp4GemmBackend):
         if (
             rows > MAX_SMALL_M
             or n % SUMMED
-            or not isinstance(device.choose(rows, n, weight.in_features, self.rank), SmallTiling)
+            or not isinstance(device.choose(rows, n, weight.in_features, self.rank, weight.paired), SmallTiling)
         ):
             return False
-        return step is not SiluAndMul or (len(weight.sizes) == 2 and weight.sizes[0] == weight.sizes[1])
+        return step is not SiluAndMul or weight.paired
 
     def apply_fused(self, x: Rows, weight: PreparedWeight, bias: torch.Tensor | None, then: Then) -> Rows:
         weight.check_owner(self)
