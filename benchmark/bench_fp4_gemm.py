@@ -13,11 +13,12 @@ nothing of the weight. The lowest decile is reported, of one thread that of its 
 costs all of them alike, and mostly the calls above it.
 ``gbps`` counts packed weights and block scales, ``rel_err`` is relative to float64 on the exact weights, over at most
 64 rows.
-Backends: those of ``--fp4-gemm-backend``, ``bf16`` (torch.mm with weights in ``--dtype``), ``humming`` (pip install
-humming-kernels), ``gemlite`` (pip install gemlite; tunes itself for each shape and M, which takes long), ``llama.cpp``
-(CPU; pip install llama-cpp-python). One that is absent or refuses a shape is named and
-passed over. ``cpu:w4a4`` and the like quantise the input too, which alone makes an error of 0.1. Whatever ``--dtype``
-is, ``cpu:fp32``, ``torch:fp32`` and ``fp32`` (torch.mm) have inputs and, if unpacked, weights in float32.
+Backends: those of ``--fp4-gemm-backend``, ``w4a16:b1r3n1k8u1s3p1x`` and the like (one tiling), ``bf16`` (torch.mm
+with weights in ``--dtype``), ``humming`` (pip install humming-kernels), ``gemlite`` (pip install gemlite; tunes
+itself for each shape and M, which takes long), ``llama.cpp`` (CPU; pip install llama-cpp-python). One that is absent
+or refuses a shape is named and passed over. ``cpu:w4a4`` and the like quantise the input too, which alone makes an
+error of 0.1. Whatever ``--dtype`` is, ``cpu:fp32``, ``torch:fp32`` and ``fp32`` (torch.mm) have inputs and, if
+unpacked, weights in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -71,8 +73,8 @@ class Weight:
 
 
 # ------------------------------------------------------------------------------------------------------- backends
-def w4a16_kernels(weight: Weight, dtype: torch.dtype) -> Call:
-    """The kernels of backend ``w4a16`` without the layer around them."""
+def w4a16_kernels(weight: Weight, dtype: torch.dtype, tiling: str = "") -> Call:
+    """The kernels of backend ``w4a16`` without the layer around them; of a name, one tiling for any number of rows."""
     from sglang.kernels import w4a16
     from sglang.kernels.w4a16_layout import pack
 
@@ -81,10 +83,14 @@ def w4a16_kernels(weight: Weight, dtype: torch.dtype) -> Call:
     packed = pack(weight.packed, weight.scale, dtype)
     scale = torch.full((n,), GLOBAL_SCALE, device=packed.device)
     device = w4a16.device(0)
+    named = {str(way): way for way in w4a16.tilings(device.capability)}
+    if tiling and tiling not in named:
+        raise ValueError(f"not a tiling; there are {', '.join(named)}")
 
     def call(x: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(x.shape[0], n)
-        w4a16.gemm(x, packed, scale, None, ((n, GLOBAL_SCALE),), y, device.choose(x.shape[0], n, k))
+        way = named[tiling] if tiling else device.choose(x.shape[0], n, k)
+        w4a16.gemm(x, packed, scale, None, ((n, GLOBAL_SCALE),), y, way)
         return y
 
     return call
@@ -93,6 +99,8 @@ def w4a16_kernels(weight: Weight, dtype: torch.dtype) -> Call:
 def registered(full_name: str) -> Callable[[Weight, torch.dtype], Call]:
     """A backend of the registry."""
     name, _, kind = full_name.partition(":")
+    if name == "w4a16" and kind:
+        return partial(w4a16_kernels, tiling=kind)
 
     def make(weight: Weight, dtype: torch.dtype) -> Call:
         from sglang.srt.layers.quantization.fp4_utils import Target, backends
