@@ -55,7 +55,9 @@ def test_a_call_takes_a_prepared_kernel_that_fits(capability: tuple[int, int]) -
             if isinstance(tiling, SmallTiling):
                 assert m <= 8 * tiling.nb
                 assert not tiling.one_row or m == 1
-                assert tiling.blocks * (tiling.shared(k) + 1024) <= shared_limit(capability) + 1024
+                taken, there_is = tiling.taken(k, capability) + 1024, shared_limit(capability) + 1024
+                assert tiling.shared(k) + 1024 <= taken and tiling.blocks * taken <= there_is
+                assert capability < (9, 0) or (tiling.blocks + 1) * taken > there_is, "blocks would gather"
             elif isinstance(tiling, WideTiling):
                 assert capability == (9, 0)
                 assert tiling.split == 1 or tiling.tiles(m, n) <= MAX_CLUSTERS[tiling.split]
@@ -77,6 +79,20 @@ def test_ways_are_ranked_by_the_models_time(capability: tuple[int, int]) -> None
             assert len(wide) == len(set(wide)), "of each tiling the best split only"
             if capability == (9, 0):
                 assert len(ways) > 1
+
+
+def test_tilings_of_one_row_and_of_halves() -> None:
+    for n, k in SHAPES:
+        for m in (1, 2, 8, 16, 33):
+            for paired in (False, True):
+                ways = ranked(m, n, k, (9, 0), 132, MAX_CLUSTERS, paired)
+                small = [way for way in ways if isinstance(way, SmallTiling)]
+                assert small or m > 32
+                assert all(way.one_row == (m == 1) for way in small)
+                assert not paired or all(way.rows // 16 % 2 == 0 for way in small)
+    for k, has_room in ((1 << 16, True), (1 << 17, False)):  # for all of x in shared memory
+        ways = ranked(1, 64, k, (9, 0), 132, MAX_CLUSTERS)
+        assert ways and all(isinstance(way, SmallTiling) and way.one_row == has_room for way in ways)
 
 
 def test_a_rank_that_is_not_there_is_the_first() -> None:

@@ -319,11 +319,7 @@ def _small(
     )  # fmt: skip
     kernel = _kernel_of(tiling, dtype, index)
     grid = (min(tiling.blocks * where.processors, tiles * stages // granule), -(-m // columns))
-    shared = tiling.shared(k)
-    if tiling.blocks == 1 and where.capability >= (9, 0):
-        # Or the blocks of a kernel that begins while another one ends would gather where that has ended first.
-        shared = max(shared, shared_limit(where.capability) // 2 + 1024)
-    return kernel.launch(grid, shared, stream, params)
+    return kernel.launch(grid, tiling.taken(k, where.capability), stream, params)
 
 
 @lru_cache(4096)

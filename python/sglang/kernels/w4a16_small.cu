@@ -14,9 +14,8 @@
 // the block that has a tile's first stages adds what the blocks with later ranges leave in `partial`, in order. Those
 // have lower numbers, so it never waits for a block that may not have started.
 //
-// One row of X waits least: consumers load it whole, as soon as the previous kernel has ended, and by then have what else
-// they read for a tile; until they have it, only IN_FLIGHT stages of weights are asked for at once, behind which X would
-// wait. Nothing else is on the way from one product's end to the next one's first mma.
+// One row of X is loaded whole by the consumers, as soon as the previous kernel has ended; by then they have what else
+// they read for a tile. Until X is there only IN_FLIGHT stages of weights are asked for at once, behind which it waits.
 //
 // What surrounds a product in a transformer can be part of it, rounded where the kernels of layers.cu round:
 //   gate_blocks: half of a tile's rows are gates and half what they are for; Y [M, N / 2] = silu(gate) * the other.

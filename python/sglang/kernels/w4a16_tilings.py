@@ -69,6 +69,12 @@ class SmallTiling:
         x = 0 if self.one_row else 8 * self.nb * 2 * COLUMNS * self.stage_units
         return CONTROL + whole_x + self.stages * (weights + x) + 4 * reduction * buffers
 
+    def taken(self, k: int, capability: tuple[int, int]) -> int:
+        """Bytes that a block takes: where kernels begin while others end, too many for a second block beside a lone
+        one, or they would gather on the multiprocessors that the kernel before has left first."""
+        alone = shared_limit(capability) // 2 + _RESERVED if self.blocks == 1 and capability >= (9, 0) else 0
+        return max(self.shared(k), alone)
+
     def threads(self, capability: tuple[int, int]) -> int:
         return 32 * self.wn * self.wk + (32 if capability >= (9, 0) else 0)
 
