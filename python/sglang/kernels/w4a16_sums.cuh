@@ -47,7 +47,7 @@ __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b1) {
 __device__ __forceinline__ u32 raised(u32 pair) { return pair; }
 #else
 // With e2m1 values times 2^-126, float32 would have no room for products below: X is 2^64 times as large. So its values
-// from 2^-63 up to 2^63 have exact products.
+// from 2^-63 up to 2^64 have exact products.
 #define UNITS_OF_SUMS __uint_as_float(189u << 23) // 2^62
 __device__ __forceinline__ u32 raised(u32 pair) { return mul2(pair, 0x5F805F80u); }
 #endif
