@@ -59,15 +59,15 @@ struct DecodeParams {
 };
 
 // 8 values of TYPE as the cache has them.
-__device__ __forceinline__ Raw raw_of(const uint4 &values, float inverse_scale) {
+__device__ __forceinline__ Raw raw_of(const u32 (&w)[4], float inverse_scale) {
 #if E4M3
   const auto four = [&](u32 a, u32 b) {
     return saturated_e4m3(a, inverse_scale) | saturated_e4m3(a >> 16, inverse_scale) << 8 |
            saturated_e4m3(b, inverse_scale) << 16 | (u32)saturated_e4m3(b >> 16, inverse_scale) << 24;
   };
-  return {four(values.x, values.y), four(values.z, values.w)};
+  return {four(w[0], w[1]), four(w[2], w[3])};
 #else
-  return values;
+  return {w[0], w[1], w[2], w[3]};
 #endif
 }
 
@@ -211,27 +211,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   if (tile < end && early) load_first();
   wait_for_previous_kernel();
 
+  const auto load = [](u32 (&w)[4], const u16 *from) {
+    const uint4 x = *(const uint4 *)from;
+    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+  };
   // The newest token has one warp.
   const bool has_new = p.k && tile < end && end == tiles && (end - 1 - tile) % WARPS == 0;
-  uint4 new_key[DIM / 32], new_value[DIM / 64]; // as this lane has them of a tile
+  u32 new_key[DIM / 32][4], new_value[DIM / 64][4]; // as this lane has them of a tile
   if (has_new) {
     const u16 *const k = p.k + (long long)request * p.k_stride + kv_head * DIM + 8 * column;
     const u16 *const v = p.v + (long long)request * p.v_stride + kv_head * DIM + 8 * row;
 #pragma unroll
-    for (int c = 0; c < DIM / 32; ++c) new_key[c] = *(const uint4 *)(k + 32 * c);
+    for (int c = 0; c < DIM / 32; ++c) load(new_key[c], k + 32 * c);
 #pragma unroll
-    for (int h = 0; h < DIM / 64; ++h) new_value[h] = *(const uint4 *)(v + 64 * h);
+    for (int h = 0; h < DIM / 64; ++h) load(new_value[h], v + 64 * h);
   }
-
   u32 queries[DIM / 32][4] = {};
   if (row < GROUP) {
     const u16 *const q = p.q + (long long)request * p.q_stride + (kv_head * GROUP + row) * p.q_head_stride + 8 * column;
 #pragma unroll
-    for (int c = 0; c < DIM / 32; ++c) {
-      const uint4 x = *(const uint4 *)(q + 32 * c);
-      queries[c][0] = x.x, queries[c][1] = x.y, queries[c][2] = x.z, queries[c][3] = x.w;
-    }
+    for (int c = 0; c < DIM / 32; ++c) load(queries[c], q + 32 * c);
   }
+  const auto rotate = [&](u32 (&head)[DIM / 32][4]) {
+#pragma unroll
+    for (int c = 0; c < DIM / 64; ++c) {
+      u32(&low)[4] = head[c], (&high)[4] = head[c + DIM / 64];
+      rotate_pairs(low[0], high[0], cos[c].x, sin[c].x);
+      rotate_pairs(low[1], high[1], cos[c].y, sin[c].y);
+      rotate_pairs(low[2], high[2], cos[c].z, sin[c].z);
+      rotate_pairs(low[3], high[3], cos[c].w, sin[c].w);
+    }
+  };
   if (tile < end) {
     if (!early) load_first();
     if (has_new) {
@@ -246,15 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
         for (int t = 0; t < 4; ++t)
           if (in_first && 2 * column + t % 2 + t / 2 * 8 >= token) values[t][h] = stored;
       }
-      if (p.cos)
-#pragma unroll
-        for (int c = 0; c < DIM / 64; ++c) {
-          uint4 &low = new_key[c], &high = new_key[c + DIM / 64];
-          rotate_pairs(low.x, high.x, cos[c].x, sin[c].x);
-          rotate_pairs(low.y, high.y, cos[c].y, sin[c].y);
-          rotate_pairs(low.z, high.z, cos[c].z, sin[c].z);
-          rotate_pairs(low.w, high.w, cos[c].w, sin[c].w);
-        }
+      if (p.cos) rotate(new_key);
 #pragma unroll
       for (int c = 0; c < DIM / 32; ++c) {
         const Raw stored = raw_of(new_key[c], E4M3 ? 1.f / p.k_scale : 1.f);
@@ -267,16 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
       if (!FAR_AHEAD && tile == tiles - 1) load_keys(slot);
     }
     if (tile + WARPS < end) next_slot = slot_of(tile + WARPS);
-    // What queries need, while the last tile is on its way.
-    if (p.cos)
-#pragma unroll
-      for (int c = 0; c < DIM / 64; ++c) {
-        u32(&low)[4] = queries[c], (&high)[4] = queries[c + DIM / 64];
-        rotate_pairs(low[0], high[0], cos[c].x, sin[c].x);
-        rotate_pairs(low[1], high[1], cos[c].y, sin[c].y);
-        rotate_pairs(low[2], high[2], cos[c].z, sin[c].z);
-        rotate_pairs(low[3], high[3], cos[c].w, sin[c].w);
-      }
+    if (p.cos) rotate(queries);
     float scale[2] = {p.scale * UNIT, p.scale * UNIT}; // of this lane's two heads
 #if E4M3 && TYPE == 0
     // As float16, each head by the power of two that brings its largest value to between 1 and 2.
