@@ -57,14 +57,17 @@ def check(
     bias: torch.Tensor | None,
     tiling: SmallTiling | WideTiling | None,
 ) -> None:
-    """Rounding the result is the only error, where cuBLAS adds a bias rounding twice; what it makes of bfloat16 weights
-    is never better. A bound for few values: chance gives some of them more than their share."""
+    """Rounding the result is the only error, where cuBLAS adds a bias rounding before it too; what it makes of bfloat16
+    weights is never better."""
     y = run(x, packed, scale, parts, bias, tiling)
     columns = torch.cat([torch.full((size,), value, device="cuda") for size, value in parts]).double()
     weight = exact_values(packed, scale) * columns[:, None]
     expected = x.double() @ weight.T + (0 if bias is None else bias.double())
-    rounding = error(expected.to(x.dtype), expected)
-    assert error(y, expected) <= (1.02 if tiling or bias is None else 2) * rounding + 2e-6
+    bound = 1.02 * error(expected.to(x.dtype), expected)
+    if tiling is None and bias is not None:  # 1.4 times that, or with few values what it happens to be
+        twice = ((x.double() @ weight.T).to(x.dtype).double() + bias.double()).to(x.dtype)
+        bound = max(1.5 / 1.02 * bound, 1.02 * error(twice, expected))
+    assert error(y, expected) <= bound + 2e-6
     if bias is None and x.dtype == torch.bfloat16:
         assert error(y, expected) <= 1.02 * error(x @ weight.bfloat16().T, expected)
     assert torch.equal(y, run(x, packed, scale, parts, bias, tiling)), "the result depends on timing"

@@ -13,7 +13,6 @@ from sglang.kernels.w4a16_tilings import (
     WIDE,
     SmallTiling,
     WideTiling,
-    choose,
     ranked,
     shared_limit,
 )
@@ -69,7 +68,6 @@ def test_ways_are_ranked_by_the_models_time(capability: tuple[int, int]) -> None
     for n, k in SHAPES:
         for m in ROWS:
             ways = ranked(m, n, k, capability, 132, MAX_CLUSTERS)
-            assert ways[0] == choose(m, n, k, capability, 132, MAX_CLUSTERS)
             assert len(set(ways)) == len(ways)
             assert (None in ways) == (m > MAX_SMALL_M)
             kernels = [way for way in ways if way is not None]
@@ -81,15 +79,19 @@ def test_ways_are_ranked_by_the_models_time(capability: tuple[int, int]) -> None
                 assert len(ways) > 1
 
 
-def test_tilings_of_one_row_and_of_halves() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_tilings_of_halves_have_as_many_rows_of_either(capability: tuple[int, int]) -> None:
     for n, k in SHAPES:
         for m in (1, 2, 8, 16, 33):
-            for paired in (False, True):
-                ways = ranked(m, n, k, (9, 0), 132, MAX_CLUSTERS, paired)
-                small = [way for way in ways if isinstance(way, SmallTiling)]
-                assert small or m > 32
-                assert all(way.one_row == (m == 1) for way in small)
-                assert not paired or all(way.rows // 16 % 2 == 0 for way in small)
+            ways = ranked(m, n, k, capability, 132, MAX_CLUSTERS, paired=True)
+            assert all(way.rows // 16 % 2 == 0 for way in ways if isinstance(way, SmallTiling)) and ways
+
+
+def test_one_row_has_tilings_of_its_own() -> None:
+    for n, k in SHAPES:
+        for m in (1, 2, 8, 16):
+            small = [w for w in ranked(m, n, k, (9, 0), 132, MAX_CLUSTERS) if isinstance(w, SmallTiling)]
+            assert small and all(way.one_row == (m == 1) for way in small)
     for k, has_room in ((1 << 16, True), (1 << 17, False)):  # for all of x in shared memory
         ways = ranked(1, 64, k, (9, 0), 132, MAX_CLUSTERS)
         assert ways and all(isinstance(way, SmallTiling) and way.one_row == has_room for way in ways)
@@ -116,10 +118,10 @@ def test_wide_blocks_ask_for_no_more_than_they_are_launched_with(tiling: WideTil
 
 
 def test_small_m_takes_one_reading_of_the_weights_and_large_m_without_wgmma_takes_cublas() -> None:
-    assert isinstance(choose(1, 4096, 4096, (9, 0), 132, MAX_CLUSTERS), SmallTiling)
-    assert isinstance(choose(64, 4096, 4096, (8, 0), 108, {}), SmallTiling)
-    assert isinstance(choose(64, 4096, 4096, (9, 0), 132, MAX_CLUSTERS), WideTiling)
-    assert choose(65, 4096, 4096, (8, 0), 108, {}) is None
+    assert isinstance(ranked(1, 4096, 4096, (9, 0), 132, MAX_CLUSTERS)[0], SmallTiling)
+    assert isinstance(ranked(64, 4096, 4096, (8, 0), 108, {})[0], SmallTiling)
+    assert isinstance(ranked(64, 4096, 4096, (9, 0), 132, MAX_CLUSTERS)[0], WideTiling)
+    assert ranked(65, 4096, 4096, (8, 0), 108, {})[0] is None
 
 
 @pytest.mark.parametrize("params", [w4a16._SmallParams, w4a16._WideParams])

@@ -25,9 +25,7 @@
 #error "a thread reads ahead for one value of a tile"
 #endif
 #define RED_PITCH (ROWS + 4)
-#ifndef IN_FLIGHT
 #define IN_FLIGHT (STAGE_W < 20480 ? 2 : 1) // stages that are asked for at once before there is an X
-#endif
 #define SUMS (ONE_ROW ? 1 : COLS) // that a warp has of a row of weights
 #define RED (WK * SUMS * RED_PITCH)
 #define RED_BUFFERS (RED <= 4096 ? 2 : 1)

@@ -178,8 +178,9 @@ class WideTiling:
         return f"c{self.columns}g{self.groups}m{self.mt}x{self.split}s{self.share}"
 
 
-# Constants fitted to an H200 (benchmark/results/h200_w4a16_tilings.json); other GPUs order the choices much alike. Its
-# 132 multiprocessors are why tiles of 48, 80 and 224 rows are here: 6144, 10240 and 28672 are 128 times that.
+# Constants fitted to an H200 (benchmark/results/h200_w4a16_tilings.json), some moved a little where whole steps chose
+# another tiling or bandwidth bends the line; other GPUs order the choices much alike. Its 132 multiprocessors are why
+# tiles of 48, 80 and 224 rows are here: 6144, 10240 and 28672 are 128 times that.
 SMALL = (  # nb rb wn wk u stages blocks, microseconds
     SmallTiling(1, 2, 1, 8, 1, 3, 1, 0.714, 2.314, one_row=True),
     SmallTiling(1, 2, 1, 16, 1, 3, 1, 1.184, 2.900, one_row=True),
@@ -285,16 +286,3 @@ def ranked(
     for _, way in sorted(timed, key=lambda pair: pair[0]):
         best.setdefault(replace(way, split=1) if isinstance(way, WideTiling) else way, way)
     return tuple(best.values())
-
-
-def choose(
-    m: int,
-    n: int,
-    k: int,
-    capability: tuple[int, int],
-    processors: int,
-    max_clusters: Mapping[int, int],
-    paired: bool = False,
-) -> Way:
-    """The fastest of :func:`ranked`."""
-    return ranked(m, n, k, capability, processors, max_clusters, paired)[0]
