@@ -1,6 +1,7 @@
 """FlashInfer's attention wrappers on a CPU: their Python is the real package's, their kernels are these.
 
-A kernel computes from the buffers that it is given at the call, and refuses to if the plan was made for others.
+A kernel computes from the buffers that it is given at the call, and refuses to if the plan was made for others. The GPU
+takes a plan from pinned memory as late as it can: no other may be made there before somebody has waited for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention import flashinfer_backend
+
 CAUSAL = 1
 decode = importlib.import_module("flashinfer.decode")
 prefill = importlib.import_module("flashinfer.prefill")
@@ -21,6 +24,14 @@ prefill = importlib.import_module("flashinfer.prefill")
 
 def _on_hopper(device: Any, rope: int, fp16: bool, mask: bool, q: torch.dtype, kv: torch.dtype, **dims: int) -> str:
     return "fa3" if q == kv else "fa2"
+
+
+class _Event:
+    def __init__(self, in_flight: set[int]) -> None:
+        self._all, self._before = in_flight, frozenset(in_flight)
+
+    def synchronize(self) -> None:
+        self._all -= self._before
 
 
 class AttentionKernels:
@@ -36,6 +47,8 @@ class AttentionKernels:
         self.modules: set[tuple[str, bool]] = set()
         self.plans: list[dict[str, Any]] = []
         self.runs: list[str] = []
+        self._in_flight: set[int] = set()
+        monkeypatch.setattr(flashinfer_backend, "record_event", lambda device: _Event(self._in_flight))
         empty, tensor = torch.empty, torch.tensor
         monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
         monkeypatch.setattr(torch, "tensor", lambda *data, pin_memory=False, **options: tensor(*data, **options))
@@ -55,7 +68,7 @@ class AttentionKernels:
                  page: int, graph: bool, window_left: int, *rest: Any) -> list[int]:  # fmt: skip
             assert heads // kv_heads in (1, 2, 3, 4, 8)
             lengths = None  # this scheduler knows pages only
-            return self._planned(range(batch + 1), indptr, lengths, page, heads, kv_heads, False, window_left)
+            return self._planned(pinned, range(batch + 1), indptr, lengths, page, heads, kv_heads, False, window_left)
 
         def run(space: Any, ints: Any, plan: list[int], q: Any, k: Any, v: Any, indptr: Any, indices: Any, last: Any,
                 out: Any, lse: Any, layout: int, window_left: int, pdl: bool, alibi: Any, cap: float,
@@ -73,7 +86,7 @@ class AttentionKernels:
                  rows: int, batch: int, heads: int, kv_heads: int, page: int, graph: bool, qk: int, vo: int,
                  causal: bool, window_left: int, *rest: Any) -> list[int]:  # fmt: skip
             assert len(rest) == (0 if backend == "fa3" else 3 if len(rest) == 3 else 5)
-            return self._planned(q_indptr.tolist(), indptr, lengths, page, heads, kv_heads, causal, window_left)
+            return self._planned(pinned, q_indptr.tolist(), indptr, lengths, page, heads, kv_heads, causal, window_left)
 
         def run(space: Any, ints: Any, plan: list[int], q: Any, k: Any, v: Any, q_indptr: Any, indptr: Any,
                 indices: Any, last: Any, out: Any, lse: Any, mask: int, layout: int, window_left: int, pdl: bool,
@@ -85,8 +98,10 @@ class AttentionKernels:
 
         return SimpleNamespace(plan=plan, paged_run=run)
 
-    def _planned(self, q_indptr: Any, indptr: torch.Tensor, lengths: Any, page: int, heads: int, kv_heads: int,
-                 causal: bool, window_left: int) -> list[int]:  # fmt: skip
+    def _planned(self, pinned: torch.Tensor, q_indptr: Any, indptr: torch.Tensor, lengths: Any, page: int, heads: int,
+                 kv_heads: int, causal: bool, window_left: int) -> list[int]:  # fmt: skip
+        assert pinned.data_ptr() not in self._in_flight
+        self._in_flight.add(pinned.data_ptr())
         self.plans.append(
             {
                 "q_indptr": list(q_indptr),

@@ -133,7 +133,7 @@ def test_a_window_that_comes_with_another_model(kernels: AttentionKernels) -> No
     shape = Shape(windows=(None, 30))
     world = World(shape, 7, 256)
     backend = FlashInferAttnBackend(Shape(windows=(None,)).target())
-    for lengths in (PREFIXES, DECODE):
+    for lengths in (PREFIXES, PREFIXES, DECODE):
         step = world.step(lengths)
         check(world, step.run(backend), step.reference())
     kernels.plans.clear()

@@ -144,6 +144,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if own is None and window not in self._step:
             # A model that took the first one's place may have another window: from now on it is planned too.
             self._step[window] = self._plan(window, batch)
+            self._planned = record_event(self.target.device)
         pool = batch.token_to_kv_pool
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         # A checkpoint's scales are those of an fp8 cache.
@@ -316,7 +317,8 @@ class FlashInferAttnBackend(AttentionBackend):
             for window in self._step:
                 for length in PROBED_LENGTHS:
                     self._probe(window, length)
-            record_event(target.device).synchronize()
+                    # The next plan is made where the GPU takes this one from, late if others use it too.
+                    record_event(target.device).synchronize()
         except Exception as error:  # whatever compilers, the loader and the driver raise
             logger.debug("FlashInfer's attention kernels", exc_info=True)
             text = " ".join(str(error).split())
