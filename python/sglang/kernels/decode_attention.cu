@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0); // the compiler sees that it is the same in all lanes
   const u32 request = blockIdx.y, kv_head = blockIdx.x % p.kv_heads;
   // In one load: of two, the compiler has the second one wait for what depends on the first.
-  const int given = lane % 2 ? p.rows[request] : p.lengths[request];
+  const int given = __ldcg((lane % 2 ? p.rows : p.lengths) + request);
   const int length = __shfl_sync(~0u, given, 0);
   const int *const slots = p.table + (long long)__shfl_sync(~0u, given, 1) * p.table_stride;
   const int first = max(0, length - p.window), tiles = (length - first + TILE - 1) / TILE;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
   const int begin = blockIdx.x / (u32)p.kv_heads * share, end = min(begin + share, tiles);
   if (begin >= end) return; // other blocks of the request have a share, and wait
   // Of a tile the lane's slot; behind the end it is the last token's, whose weight there is zero.
-  const auto slot_of = [&](int tile) { return slots[min(first + tile * TILE + lane % TILE, length - 1)]; };
+  const auto slot_of = [&](int tile) { return __ldcg(slots + min(first + tile * TILE + lane % TILE, length - 1)); };
   int tile = begin + warp, slot = slot_of(tile), next_slot = 0;
   if (threadIdx.x == 0) {
     pair = request * p.kv_heads + kv_head;
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(c
     const uint4 *const cosines = (const uint4 *)(p.cos + request * DIM) + column;
     const uint4 *const sines = (const uint4 *)(p.sin + request * DIM) + column;
 #pragma unroll
-    for (int c = 0; c < DIM / 64; ++c) cos[c] = cosines[4 * c], sin[c] = sines[4 * c];
+    for (int c = 0; c < DIM / 64; ++c) cos[c] = __ldcg(cosines + 4 * c), sin[c] = __ldcg(sines + 4 * c);
   }
   const bool early = p.k || tile < tiles - 1; // what is read of the cache is there, but for the new token
   if (tile < end && early) load_first();

@@ -26,4 +26,5 @@ extern "C" __global__ void __launch_bounds__(32) decode_inputs(const __grid_cons
   out[0] = token < 0 ? 0 : token;
   out[gridDim.x] = position + 1;
   out[2 * gridDim.x] = slot;
+  write_through();
 }

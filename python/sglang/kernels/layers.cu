@@ -240,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(64) cos_sin(const __grid_constant__
   cos[0] = cos[p.half] = narrow(c);
   sin[0] = narrow(-s);
   sin[p.half] = narrow(s);
+  write_through();
 }
 
 // ------------------------------------------------------------------------------------------------------------ lookup

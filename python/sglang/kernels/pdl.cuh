@@ -6,7 +6,8 @@
 //
 // decode_attention.cu reads more before it waits: lengths, slots, angles and older tokens. Kernels that write those,
 // decode_inputs and cos_sin, do not let the next one begin early: whatever comes later begins when they have ended, and
-// older tokens were written before that.
+// older tokens were written before that. Only the wait makes memory agree for all: so they write through to L2 before they
+// end (write_through), and attention reads from there (__ldcg).
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -23,3 +24,5 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+__device__ __forceinline__ void write_through() { __threadfence(); }
