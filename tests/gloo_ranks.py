@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from forked import CONTEXT
-from sglang.srt.distributed import TensorParallelGroup, close_tensor_parallel, init_tensor_parallel
+from sglang.srt.distributed import (
+    RankFailedError,
+    TensorParallelGroup,
+    close_tensor_parallel,
+    init_tensor_parallel,
+)
 from sglang.srt.utils.net import Rendezvous
 
 
@@ -86,4 +91,9 @@ def collectives(tp: TensorParallelGroup) -> dict[str, Any]:
         found[f"broadcast {dtype}"] = tp.broadcast(x.clone()).tolist()
     found["bytes"] = [tp.broadcast_bytes(data * (tp.rank + 1)) for data in (b"abc", b"", b"x" * 100_000)]
     found["minimum"] = tp.minimum(10 - tp.rank)
+    found["largest"] = [tp.largest(value) for value in (0.0, 1e-45, 0.1 * (tp.rank + 1), 3e38, torch.inf)]
+    try:
+        found["given up"] = tp.minimum(0) == 0 if tp.rank == 1 else tp.largest(2.0)
+    except RankFailedError:
+        found["given up"] = True
     return found

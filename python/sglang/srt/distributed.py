@@ -6,19 +6,28 @@ Layers receive a :class:`TensorParallelGroup`; nothing here is process-wide stat
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 from torch import distributed
 
+from sglang.srt.errors import StartupError
 from sglang.srt.utils.net import Rendezvous
 
 # An idle server waits in a broadcast. That a rank has died is noticed by the parent process, not by a timeout.
 _WAIT_FOR_EVER = timedelta(days=3650)
 # A rank connects to a store that listens already.
 _MEETING = timedelta(seconds=60)
+# One more than the bits of infinity, the largest that a float32 of 0 or more has: they are ordered as the numbers are.
+_ABOVE_ALL_BITS = 0x7F800001
+
+
+class RankFailedError(Exception):
+    """Another rank has given up what all ranks were doing, and has told them."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,36 @@ class TensorParallelGroup:
         distributed.all_reduce(result, op=distributed.ReduceOp.MIN, group=self.cpu_group)
         return int(result)
 
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values, which are 0 or more, as float32.
+
+        Raises:
+            RankFailedError: on all ranks but one that has given up, which calls ``minimum(0)`` instead.
+        """
+        bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+        found = self.minimum(_ABOVE_ALL_BITS - bits)
+        if found == 0:
+            raise RankFailedError
+        result: float = struct.unpack("<f", struct.pack("<i", _ABOVE_ALL_BITS - found))[0]
+        return result
+
 
 SINGLE = TensorParallelGroup()
+
+
+def check_same_on_all_ranks(tp: TensorParallelGroup, choices: dict[str, str]) -> None:
+    """``choices`` is what each rank found for flags that were left to it. All ranks call this.
+
+    Raises:
+        StartupError: this rank has another choice than rank 0, with which they would not meet in every collective.
+    """
+    first = msgspec.json.decode(tp.broadcast_bytes(msgspec.json.encode(choices)), type=dict[str, str])
+    for flag, mine in choices.items():
+        if mine != first[flag]:
+            raise StartupError(
+                f"{flag}: rank {tp.rank} has {mine} and rank 0 has {first[flag]}, but all need the same one. Make "
+                "their machines alike (the log says what is missing), or name one that runs on all."
+            )
 
 
 def init_tensor_parallel(rank: int, size: int, device: torch.device, rendezvous: Rendezvous) -> TensorParallelGroup:
@@ -124,7 +161,8 @@ def init_tensor_parallel(rank: int, size: int, device: torch.device, rendezvous:
     if device.type != "cuda":
         return TensorParallelGroup(rank, size, cpu_group, cpu_group, rendezvous.nnodes)
     torch.cuda.set_device(device)
-    tp = TensorParallelGroup(rank, size, distributed.new_group(backend="nccl"), cpu_group, rendezvous.nnodes)
+    nccl_group = distributed.new_group(backend="nccl", timeout=_WAIT_FOR_EVER)
+    tp = TensorParallelGroup(rank, size, nccl_group, cpu_group, rendezvous.nnodes)
     # NCCL connects the ranks at their first collective, which must not be one that a CUDA graph captures.
     tp.all_reduce(torch.zeros(1, device=device))
     torch.cuda.synchronize(device)

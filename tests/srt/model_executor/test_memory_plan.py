@@ -166,6 +166,10 @@ def test_a_context_that_memory_has_no_room_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory_plan, "available_memory", lambda device: 50 * runner.token_bytes)
     measure_largest_steps(runner, 5)
     assert watched.sizes[1] == (False, [50], [32])
+    # Ranks meet in these steps: what counts is the room of the one with the least.
+    monkeypatch.setattr(type(runner.tp), "minimum", lambda self, value: min(value, 40 * runner.token_bytes))
+    measure_largest_steps(runner, 5)
+    assert watched.sizes[4] == (False, [40], [32])
 
 
 def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

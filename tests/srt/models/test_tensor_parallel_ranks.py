@@ -73,6 +73,8 @@ def test_collectives(ranks: GlooRanks) -> None:
         assert first[f"broadcast {dtype}"] == base.tolist()
     assert first["bytes"] == [b"abc", b"", b"x" * 100_000]
     assert first["minimum"] == 8
+    assert first["largest"] == torch.tensor([0.0, 1e-45, 0.1 * size, 3e38, torch.inf]).tolist()
+    assert first["given up"] is True
 
 
 W4A16 = {"quantization": "w4a16_nvfp4"}

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from second_checkpoint import BROKEN, FIXTURES, NVFP4, copy_with, make_second_checkpoint
-from sglang.srt.errors import CheckpointError
+from sglang.srt.errors import CheckpointError, StartupError
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from step_harness import Stepper, make_runner, random_tokens
+from thread_ranks import on_every_rank, thread_groups
 
 TOKENS = random_tokens(40, 320)
 DONE = (True, "Succeeded to update model weights.")
@@ -180,3 +181,46 @@ def test_a_failing_rank_still_meets_the_others(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ModelRunner, "_build_model", broken)
     assert "tensor x is broken" in update(runner, NVFP4)[1]
     assert answers == [0]
+
+
+@pytest.mark.parametrize("when", ["before it loads", "while it loads", "behind all tensors"])
+def test_a_rank_that_fails_while_ranks_share_scales(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantising at load, ranks meet for every layer: the others learn there that one has given up."""
+    folder, groups = FIXTURES / "tiny-llama-bf16", thread_groups(2)
+    arguments = {"quantization": "w4a16_nvfp4", "context_length": 128}
+    runners = on_every_rank(2, lambda rank: make_runner(folder, groups[rank], **arguments))
+    before = on_every_rank(2, lambda rank: logits(runners[rank]))
+    load_model = model_runner.load_model
+
+    def give_up(*_: object) -> None:
+        raise OSError("the file is gone")
+
+    def fail_on_rank_1(model: nn.Module, *args: Any, progress: bool) -> None:
+        if not progress and when == "before it loads":
+            give_up()
+        if not progress and when == "while it loads":
+            layer: Any = model.get_submodule("model.layers.1.self_attn.qkv_proj")
+            layer.quant_method.process_weights_after_loading = give_up
+        load_model(model, *args, progress=progress)
+        if not progress:
+            give_up()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_runner, "load_model", fail_on_rank_1)
+        messages = on_every_rank(2, lambda rank: update(runners[rank], folder))
+    assert not any(success for success, _ in messages)
+    assert "another tensor-parallel rank could not load them" in messages[0][1] and "is gone" in messages[1][1]
+    assert all(map(torch.equal, on_every_rank(2, lambda rank: logits(runners[rank])), before))
+    assert on_every_rank(2, lambda rank: update(runners[rank], folder)) == [DONE, DONE]
+
+
+def test_ranks_with_different_backends_do_not_start() -> None:
+    class Other:
+        rank, size, local_rank = 1, 2, 1
+
+        def broadcast_bytes(self, data: bytes) -> bytes:
+            return data.replace(b'"torch_native"', b'"flashinfer"')
+
+    words = "--attention-backend: rank 1 has torch_native and rank 0 has flashinfer, but all need the same one"
+    with pytest.raises(StartupError, match=words):
+        make_runner(NVFP4, Other(), attention_backend="torch_native")  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def measure_largest_steps(runner: ModelRunner, running: int) -> int:
     context = min(
         runner.model_config.context_len,
         args.max_total_tokens or runner.model_config.context_len,
-        max(available_memory(runner.device) // runner.token_bytes, 1),
+        max(runner.tp.minimum(available_memory(runner.device)) // runner.token_bytes, 1),
     )
     chunk = args.chunked_prefill_size
     tokens = chunk if chunk > 0 else max(MAX_PREFILL_TOKENS, context)

@@ -13,7 +13,7 @@ import torch
 
 from sglang.kernels.cpu_extension import has_amx
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import SINGLE, TensorParallelGroup
+from sglang.srt.distributed import SINGLE, RankFailedError, TensorParallelGroup, check_same_on_all_ranks
 from sglang.srt.errors import CheckpointError, StartupError
 from sglang.srt.flag_combinations import check_device
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
@@ -21,19 +21,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionTarget
 from sglang.srt.layers.logits_processor import logprobs_of
 from sglang.srt.layers.quantization import get_quantization
 from sglang.srt.layers.quantization.fp4_autotune import MAX_ROWS, Autotuner
+from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
 from sglang.srt.layers.quantization.nvfp4_linear import linears_of, warm_up_fp4_gemm
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import DecodeGraphRunner, captured_sizes, why_no_graphs
 from sglang.srt.model_executor.device_graph import capture_for
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsProcessorOutput
-from sglang.srt.model_executor.memory_plan import (
-    GB,
-    MemoryPlan,
-    measure_graphs,
-    measure_largest_steps,
-    padding_pools,
-)
+from sglang.srt.model_executor.memory_plan import GB, MemoryPlan, measure_graphs, measure_largest_steps, padding_pools
 from sglang.srt.model_executor.prefill_cuda_graph_runner import (
     PrefillGraphRunner,
     captured_tokens,
@@ -105,6 +100,8 @@ class ModelRunner:
         quant_config = get_quantization(model_config, server_args)
         self.kv_cache_dtype = self._wanted_kv_cache_dtype(quant_config)
         self.attn_backend = create_attention_backend(server_args.attention_backend, self._attention_target())
+        fp4_gemm = get_fp4_gemm_runner_backend().value
+        check_same_on_all_ranks(tp, {"--attention-backend": self.attn_backend.name, "--fp4-gemm-backend": fp4_gemm})
         self.fp4_autotuner = Autotuner(server_args.fp4_gemm_autotune, self.device, self._most_rows(), tp)
 
         before = available_memory(self.device)
@@ -201,15 +198,18 @@ class ModelRunner:
         logger.info(
             "Update engine weights online from disk begin. avail mem=%.2f GB", available_memory(self.device) / GB
         )
+        release_unused_memory(self.device)  # what earlier steps took is there for the new weights
         new: tuple[ServerArgs, ModelConfig, LlamaForCausalLM] | None = None
-        problem = ""
+        problem, others_load = "", True
         try:
             new = self._load_replacement(model_path, load_format)
+        except RankFailedError:
+            others_load = False  # as all of them know: there is no verdict to exchange
         except Exception as error:  # whatever it is (too little memory, say), the old model is untouched
             if not isinstance(error, StartupError):
                 logger.exception("The new weights could not be loaded.")
             problem = str(error) or type(error).__name__
-        everywhere = bool(self.tp.minimum(int(new is not None)))
+        everywhere = others_load and bool(self.tp.minimum(int(new is not None)))
         if everywhere and new is not None:
             self.decode_graphs = self.prefill_graphs = None  # they read the old weights where they are
             self.server_args, self.model_config, self.model = new

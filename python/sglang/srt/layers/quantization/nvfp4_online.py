@@ -60,15 +60,16 @@ class OnlineNvFp4LinearMethod(NvFp4LinearMethodBase, UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raises:
         CheckpointError: the weight holds NaN or infinity.
+        RankFailedError: another rank has given up loading.
         """
         name = str(getattr(layer, "prefix", "") or type(layer).__name__)
         weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
         amax = float(weight.abs().amax())
         ranks: TensorParallelGroup = getattr(layer, "tp", SINGLE)
-        amax = float(ranks.all_reduce_max(torch.tensor(amax if isfinite(amax) else inf, device=weight.device)))
+        amax = ranks.largest(amax if isfinite(amax) else inf)
         if not isfinite(amax):
             raise CheckpointError(f"layer {name}: the weight holds NaN or infinity")
-        global_scale = global_scale_from_amax(amax)
+        global_scale = global_scale_from_amax(amax).to(weight.device)
         packed, scale = quantize_nvfp4_weight(weight, global_scale)
         delattr(layer, "weight")
         install(
