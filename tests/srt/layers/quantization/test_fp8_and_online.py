@@ -1,11 +1,14 @@
 """FP8 layers with unequal fused scales, and quantisation at load, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_linear_io import FIXTURES, relative_error
 from torch import nn
 
+from fp4_fakes import make_weight
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
@@ -51,8 +54,12 @@ def test_fp8_refusals() -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
+ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("weight_only", [True, False])
-def test_quantising_at_load_gives_the_exporters_weights(weight_only: bool) -> None:
+def test_quantising_at_load_gives_the_exporters_weights(weight_only: bool, device: str) -> None:
     source = load_file(FIXTURES / "tiny-llama-bf16" / "model.safetensors")
     exported = load_file(FIXTURES / "tiny-llama-modelopt-nvfp4" / "model.safetensors")
     prefix = "model.layers.0.self_attn."
@@ -64,7 +71,7 @@ def test_quantising_at_load_gives_the_exporters_weights(weight_only: bool) -> No
         params_dtype=torch.float32,
         quant_config=OnlineNvFp4Config(weight_only),
         prefix=prefix + "qkv_proj",
-    )
+    ).to(device)
     expected = []
     for part in "qkv":
         name = f"{prefix}{part}_proj.weight"
@@ -73,7 +80,7 @@ def test_quantising_at_load_gives_the_exporters_weights(weight_only: bool) -> No
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "weight")
     x = torch.randn(5, 256)
-    y = layer(x)
+    y = layer(x.to(device)).cpu()
     error = relative_error(y, x.double() @ torch.cat(expected).double().T)
     assert error < 1e-6 if weight_only else 0.02 < error < 0.2  # 4-bit activations show, and no more than they should
 
@@ -86,6 +93,12 @@ def test_quantising_at_load_refuses_by_name() -> None:
     layer.weight.data.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="layer a.down_proj: the weight holds NaN"):
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_a_weight_is_on_one_device() -> None:
+    weight = make_weight([16, 16], 32, [0.1, 0.2])
+    with pytest.raises(ValueError, match="global_scales: expected on cpu like packed, got meta"):
+        replace(weight, global_scales=weight.global_scales.to("meta")).check()
 
 
 def test_an_all_zero_weight_gives_zeros() -> None:

@@ -79,6 +79,8 @@ class NvFp4Weight:
             if value is None or value.dtype != dtype or tuple(value.shape) != shape:
                 found = "None" if value is None else f"{value.dtype} {list(value.shape)}"
                 raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {found}")
+            if value.device != self.packed.device:
+                raise ValueError(f"{name}: expected on {self.packed.device} like packed, got {value.device}")
 
     @property
     def out_features(self) -> int:
