@@ -9,6 +9,9 @@ tokens are compared. ``error`` is the norm of a difference over the norm of the 
 one rank in float32 (quantised: the exact ``torch`` backend), ``between`` of both against each other. Equal within the
 rounding of bf16 means that ``several`` is no larger than ``one``. ``same_best``: how often both choose the same token.
 
+``--share-gpu`` gives all ranks the first GPU, slowly: each says to NCCL that it is a machine of its own (NCCL_HOSTID),
+since NCCL takes a GPU only once of a machine. They then exchange what they would over a network.
+
 How much faster several ranks are is measured by ``bench_gpu_steps.py --tp 1,2``.
 """
 
@@ -17,12 +20,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from bench_gpu_steps import Steps
 from dummy_models import QUANTS, Shape, write_report, write_weights
@@ -43,6 +49,8 @@ def run_rank(tokens: int, file: str, args: ServerArgs, port_args: PortArgs, writ
     import time
     import traceback
 
+    if args.nnodes > 1:
+        os.environ["NCCL_HOSTID"] = f"node{args.node_rank}"
     try:
         runner = make_model_runner(args, port_args.rendezvous, rank, quiet=rank > 0)
         steps = Steps(runner, steps=DECODED)
@@ -62,10 +70,14 @@ def run_rank(tokens: int, file: str, args: ServerArgs, port_args: PortArgs, writ
 
 
 async def logits(options: argparse.Namespace, folder: Path, tp: int, **arguments: Any) -> torch.Tensor:
-    args = ServerArgs.from_kwargs(
+    nnodes = tp if options.share_gpu else 1
+    make_args = partial(
+        ServerArgs.from_kwargs,
         model_path=str(folder),
         device=options.device,
         tp_size=tp,
+        nnodes=nnodes,
+        dist_init_addr="127.0.0.1:1" if nnodes > 1 else None,  # which nobody asks: ranks share a file
         random_seed=0,
         context_length=options.tokens + 256,
         max_total_tokens=2 * options.tokens + 512,
@@ -75,14 +87,23 @@ async def logits(options: argparse.Namespace, folder: Path, tp: int, **arguments
         **arguments,
     )
     port_args = PortArgs.create()
+    rendezvous = replace(port_args.rendezvous, nnodes=nnodes)
     with tempfile.TemporaryDirectory() as temporary:
         file = str(Path(temporary) / "logits.safetensors")
-        processes = SchedulerProcesses(partial(run_rank, options.tokens, file), args, port_args)
+        nodes = [
+            SchedulerProcesses(
+                partial(run_rank, options.tokens, file),
+                make_args(node_rank=node),
+                msgspec.structs.replace(port_args, rendezvous=rendezvous),
+            )
+            for node in range(nnodes)
+        ]
         try:
-            await processes.ready()
+            await asyncio.gather(*(node.ready() for node in nodes))
             return load_file(file)["logits"]
         finally:
-            processes.stop(grace=0)
+            for node in nodes:
+                node.stop(grace=0)
             port_args.remove()
 
 
@@ -97,6 +118,7 @@ def main() -> None:
     parser.add_argument("--quants", default=",".join(QUANTS))
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     machine = {"device": device_name(torch.device(options.device)), "torch": torch.__version__}
@@ -113,7 +135,8 @@ def main() -> None:
             one, several = (
                 asyncio.run(logits(options, folder, tp, dtype="bfloat16", **quantized)) for tp in (1, options.tp)
             )
-            row = {"shape": options.shape.name, "quant": quant, "tp": options.tp, "tokens": options.tokens}
+            row: dict[str, Any] = {"shape": options.shape.name, "quant": quant, "tp": options.tp}
+            row |= {"tokens": options.tokens, "share_gpu": options.share_gpu}
             row |= {"one": error(one, reference), "several": error(several, reference), "between": error(several, one)}
             row["same_best"] = round(float((one.argmax(-1) == several.argmax(-1)).float().mean()), 4)
             report["rows"].append(row)

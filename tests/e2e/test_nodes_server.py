@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-import torch
-from launched_server import FIXTURES, Server, command, environment, free_port, launched
+from launched_server import FIXTURES
+from two_ranks import DEVICES, GPUS, rank_processes, two_nodes
 
 from sglang import Engine
 
@@ -22,43 +18,6 @@ MODEL = FIXTURES / "tiny-llama-modelopt-nvfp4"
 ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "2048", "--dist-timeout", "120")
 PROMPTS: list[list[int]] = list(json.loads((FIXTURES / "prompts.json").read_text()).values())[:2]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
-    ),
-]
-
-
-@contextmanager
-def two_nodes(folder: Path, device: str, ranks: int) -> Iterator[tuple[Server, Server]]:
-    """Nodes 0 and 1 with half of ``ranks`` each, ready. Unless the test has ended them,
-    SIGTERM to node 0 must end both with status 0 afterwards."""
-    gpus = [str(number) for number in range(ranks)]
-    halves = [{"CUDA_VISIBLE_DEVICES": ",".join(half)} for half in (gpus[: ranks // 2], gpus[ranks // 2 :])]
-    own: list[dict[str, str]] = halves if device == "cuda" else [{}, {}]
-    # Bound here, though nobody listens yet, so that no server gets it for its HTTP port.
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    address, port = f"127.0.0.1:{reserved.getsockname()[1]}", free_port()
-    common = (*ARGUMENTS, "--tp-size", str(ranks), "--device", device, "--nnodes", "2", "--dist-init-addr", address)
-    log = folder / "node1.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command(MODEL, "--port", str(port), *common, "--node-rank", "1"),
-            env=environment(**own[1]), stdout=stream, stderr=stream,
-        )  # fmt: skip
-    other = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        with launched(MODEL, folder, *common, "--node-rank", "0", **own[0]) as first:
-            yield first, other
-        assert process.wait(60) in (0, first.process.returncode), other.log
-    finally:
-        process.kill()
-        process.wait()
-        reserved.close()
 
 
 def listening_addresses(parent: int) -> set[str]:
@@ -75,8 +34,8 @@ def listening_addresses(parent: int) -> set[str]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_nodes_answer_what_one_rank_answers(tmp_path: Path, device: str) -> None:
     ask = {"input_ids": PROMPTS, "return_logprob": True, "logprob_start_len": 0, "sampling_params": GREEDY}
-    ranks = 4 if device == "cpu" or torch.cuda.device_count() >= 4 else 2
-    with two_nodes(tmp_path, device, ranks) as (first, other):
+    ranks = 4 if device == "cpu" or GPUS >= 4 else 2
+    with two_nodes(MODEL, tmp_path, device, ranks, *ARGUMENTS) as (first, other):
         replies = first.post("/generate", **ask).json()
         info = first.get("/server_info").json()
         assert (info["tp_size"], info["nnodes"], info["node_rank"]) == (ranks, 2, 0)
@@ -112,11 +71,9 @@ def test_two_nodes_answer_what_one_rank_answers(tmp_path: Path, device: str) -> 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_killed_rank_of_either_node_ends_both(tmp_path: Path, node: int, device: str) -> None:
     ranks = 2
-    with two_nodes(tmp_path, device, ranks) as servers:
-        children = psutil.Process(servers[node].process.pid).children()
-        processes = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        victim = max(processes, key=lambda child: child.create_time())
-        victim.kill()
+    with two_nodes(MODEL, tmp_path, device, ranks, *ARGUMENTS) as servers:
+        processes = rank_processes(servers[node].process.pid)
+        processes[-1].kill()
         assert [server.process.wait(20) for server in servers] == [1, 1]
         rank = (node + 1) * ranks // 2 - 1
         words = f"The scheduler process TP{rank} was killed by signal 9."

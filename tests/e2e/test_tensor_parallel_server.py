@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
-from launched_server import FIXTURES, launched, run_to_exit
+from launched_server import FIXTURES, run_to_exit
+from test_fixture_logprobs import check_prompts
+from two_ranks import DEVICES, GPUS, NEEDS_GPU, rank_processes, two_ranks
 
 from sglang import Engine
 from sglang.srt.managers.request_state import ServiceError
@@ -24,26 +25,11 @@ ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "2048", "--random-seed"
 PROMPTS: list[list[int]] = list(json.loads((FIXTURES / "prompts.json").read_text()).values())[:2]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
-    ),
-]
-
-
-def rank_processes(parent: int) -> list[psutil.Process]:
-    """The scheduler processes below ``parent``, in the order of their ranks."""
-    children = psutil.Process(parent).children()
-    ours = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    return sorted(ours, key=lambda child: child.create_time())
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_answer_what_one_answers(tmp_path: Path, device: str) -> None:
-    with launched(MODEL, tmp_path, *ARGUMENTS, "--tp-size", "2", "--device", device) as server:
-        processes = rank_processes(server.process.pid)
+    with two_ranks(MODEL, tmp_path, device, *ARGUMENTS) as (server, processes):
         assert len(processes) == 2
         info = server.get("/get_server_info").json()
         assert info["tp_size"] == 2 and info["max_total_num_tokens"] == 2048
@@ -86,6 +72,27 @@ def test_two_ranks_answer_what_one_answers(tmp_path: Path, device: str) -> None:
             assert values == pytest.approx(references, abs=1e-4)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
+def test_collectives_in_graphs(tmp_path: Path, device: str) -> None:
+    """16 bits, w4a16, prompts and decode steps replayed: what one rank answers, in the bounds of the CPU's tests."""
+    arguments = ("--dtype", "bfloat16", "--max-total-tokens", "4096", "--cuda-graph-max-bs", "4")
+    ask = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": {**GREEDY, "max_new_tokens": 16}}
+    with two_ranks(MODEL, tmp_path, device, *arguments) as (server, _):
+        check_prompts(server, "modelopt-nvfp4.w4a16", "bfloat16", (0, 1, 2))
+        replies = [server.post("/generate", **ask).json() for _ in range(2)]
+        assert "FP4 GEMM backend: w4a16 (requested: auto)" in server.log
+        assert server.log.count("Capture") >= 2 and "not recorded" not in server.log
+    with Engine(model_path=str(MODEL), device=device, dtype="bfloat16", max_total_tokens=4096) as one:
+        expected = one.generate(**ask)
+    for reply in replies:
+        for got, want in zip(reply, expected, strict=True):
+            assert got["output_ids"] == want["output_ids"]
+            values, references = (
+                [entry[0] for entry in each["meta_info"]["output_token_logprobs"]] for each in (got, want)
+            )
+            assert values == pytest.approx(references, abs=0.05)
+
+
 def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
@@ -100,8 +107,7 @@ def wait_until(condition: Any, seconds: float = 10.0) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_killed_rank_ends_the_server(tmp_path: Path, device: str) -> None:
-    with launched(MODEL, tmp_path, *ARGUMENTS, "--tp-size", "2", "--device", device) as server:
-        processes = rank_processes(server.process.pid)
+    with two_ranks(MODEL, tmp_path, device, *ARGUMENTS) as (server, processes):
         answers: list[httpx.Response] = []
         thread = threading.Thread(
             target=lambda: answers.append(server.post("/generate", input_ids=[5, 6], sampling_params=LONG))
@@ -121,6 +127,8 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_engine(capfd: pytest.CaptureFixture[str], device: str) -> None:
+    if device == "cuda" and GPUS < 2:
+        pytest.skip("needs two GPUs")
     engine = Engine(model_path=str(MODEL), device=device, tp_size=2, max_total_tokens=2048)
     processes = rank_processes(os.getpid())[-2:]
     assert len(engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["output_ids"]) == 8
