@@ -152,10 +152,10 @@ def test_attention_gets_the_real_rows_and_the_batch(monkeypatch: pytest.MonkeyPa
     seen: list[tuple[int, int, int, ForwardBatch]] = []
     forward = type(runner.attn_backend).forward
 
-    def watch(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, rotary: Rotary | None = None) -> torch.Tensor:
-        assert rotary is not None and len(q) == len(k) == len(v) == len(rotary[0]) == len(rotary[1])
+    def watch(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, rotary: Rotary, out: Any) -> torch.Tensor:
+        assert len(q) == len(k) == len(v) == len(rotary[0]) == len(rotary[1]) == len(out)
         seen.append((layer.layer_id, len(q), q.data_ptr(), batch))
-        return forward(self, q, k, v, layer, batch, rotary)
+        return forward(self, q, k, v, layer, batch, rotary, out)
 
     monkeypatch.setattr(type(runner.attn_backend), "forward", watch)
     _, batch = Stepper(runner).step({0: prompt(6, 1), 3: prompt(5, 2)})

@@ -72,6 +72,7 @@ class Break(Attention):
     def __init__(self, cut: Cut) -> None:
         self.calls: list[AttentionCall] = []
         self._cut = cut
+        self._angles: tuple[Rotary, Rotary] | None = None  # of the last layer, and without a hold
 
     def forward(
         self,
@@ -81,9 +82,15 @@ class Break(Attention):
         layer: RadixAttention,
         batch: ForwardBatch,
         rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert out is None, "the next piece reads what is made here"
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        angles = None if rotary is None else (borrowed(rotary[0]), borrowed(rotary[1]))
+        angles = None
+        if rotary is not None:
+            if self._angles is None or self._angles[0] is not rotary:
+                self._angles = rotary, (borrowed(rotary[0]), borrowed(rotary[1]))
+            angles = self._angles[1]
         self.calls.append(AttentionCall(layer, borrowed(q), borrowed(k), borrowed(v), angles, borrowed(out)))
         self._cut()
         return out
@@ -175,9 +182,11 @@ class PrefillGraphRunner(BaseCudaGraphRunner):
         torch._foreach_copy_([self._input_ids[:count], self._positions[:count]], [batch.input_ids, batch.positions])
         first, *others = step.pieces
         first.replay()
-        for (layer, q, k, v, rotary, out), piece in zip(step.calls, others, strict=True):
-            if rotary is not None:
-                rotary = rotary[0][:count], rotary[1][:count]
-            out[:count] = batch.attn_backend.forward(q[:count], k[:count], v[:count], layer, batch, rotary)
+        rotary = angles = None
+        for (layer, q, k, v, layers_rotary, out), piece in zip(step.calls, others, strict=True):
+            if layers_rotary is not rotary:
+                rotary = layers_rotary
+                angles = None if rotary is None else (rotary[0][:count], rotary[1][:count])
+            batch.attn_backend.forward(q[:count], k[:count], v[:count], layer, batch, angles, out[:count])
             piece.replay()
         return step.hidden_states[:count]

@@ -55,6 +55,7 @@ class Attention(Protocol):
         layer: RadixAttention,
         batch: ForwardBatch,
         rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate ``q`` and ``k``, write ``k`` and ``v`` to the step's slots, and attend causally.
 
@@ -63,9 +64,10 @@ class Attention(Protocol):
                 overwritten, and so may ``k``. All three may be views with rows further apart than their size.
             k, v: [T, kv_heads, dim].
             rotary: what :class:`RotaryEmbedding` returned for the step; None if nothing is to be rotated.
+            out: contiguous, where the result is to be; None: in new memory.
 
         Returns:
-            [T, heads * dim] in ``q``'s dtype.
+            [T, heads * dim] in ``q``'s dtype, ``out`` if given.
         """
 
 

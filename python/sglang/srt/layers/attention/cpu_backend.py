@@ -59,13 +59,15 @@ class CpuAttnBackend(AttentionBackend):
         layer: RadixAttention,
         batch: ForwardBatch,
         rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pool, table = batch.token_to_kv_pool, batch.req_to_token_pool.req_to_token
         q, k, v = _rows(q), _rows(k), _rows(v)
         cos, sin = (None, None) if rotary is None else (_matching(part, q) for part in rotary)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         fp8 = keys.dtype == torch.float8_e4m3fn
-        out = torch.empty(q.shape[0], layer.num_heads * layer.head_dim, dtype=q.dtype)
+        if out is None:
+            out = torch.empty(q.shape[0], layer.num_heads * layer.head_dim, dtype=q.dtype)
         error = self._attention(
             q.data_ptr(),
             k.data_ptr(),

@@ -102,6 +102,7 @@ class DecodeKernel:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         new: NewTokens | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Enqueue it on the current stream. Lengths and slots are the device's when it runs.
 
@@ -114,12 +115,14 @@ class DecodeKernel:
             new: readable ones; with the bits of ``rotate_and_store`` they are written to the slot of each request's
                 last token, and the queries are rotated, which stay as they are in memory. None: the cache has the new
                 tokens, and q is rotated.
+            out: contiguous, where the result is to be; None: in new memory.
 
         Returns:
             [requests, heads * dim] in q's type.
         """
         requests, heads, dim = q.shape
-        out = torch.empty((requests, heads * dim), dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty((requests, heads * dim), dtype=q.dtype, device=q.device)
         splits = self._splits[requests]
         grid = (splits * self._kv_heads, requests)
         k = v = cos = signed_sin = k_stride = v_stride = 0

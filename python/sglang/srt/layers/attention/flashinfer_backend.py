@@ -138,6 +138,7 @@ class FlashInferAttnBackend(AttentionBackend):
         layer: RadixAttention,
         batch: ForwardBatch,
         rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         window = layer.sliding_window
         own = self._kernel_for(batch)
@@ -159,8 +160,8 @@ class FlashInferAttnBackend(AttentionBackend):
         if own is not None:
             table = batch.req_to_token_pool.req_to_token
             where = (table, batch.req_pool_indices, batch.seq_lens)
-            return own(q, keys, values, *where, window, layer.scaling, *scales, new)
-        return self._run(self._step[window], q, keys, values, self._page_size(window), layer.scaling, *scales)
+            return own(q, keys, values, *where, window, layer.scaling, *scales, new, out)
+        return self._run(self._step[window], q, keys, values, self._page_size(window), layer.scaling, *scales, out)
 
     def _run(
         self,
@@ -172,9 +173,11 @@ class FlashInferAttnBackend(AttentionBackend):
         scaling: float,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, heads, dim] over buffers [slots, kv_heads, dim] to [T, heads * dim]."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         pages = (-1, page_size, *keys.shape[1:])
         # Plans have a factor of 1 for the scores; q_scale is multiplied with it, so layers with different ones share
         # a plan.
@@ -184,10 +187,10 @@ class FlashInferAttnBackend(AttentionBackend):
             q_scale=scaling,
             k_scale=k_scale,
             v_scale=v_scale,
-            out=out,
+            out=out.view(q.shape),
             enable_pdl=self._pdl,
         )
-        return out.flatten(1)
+        return out
 
     def _page_size(self, window: int | None) -> int:
         """Slots of a page as plans see it. Single slots where there is a window: a decode step's list then ends where

@@ -69,6 +69,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         layer: RadixAttention,
         batch: ForwardBatch,
         rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
@@ -94,7 +95,7 @@ class TorchNativeAttnBackend(AttentionBackend):
                 else:
                     outputs.extend(self._attend_causal(request_q, request_keys, request_values, layer))
             start = end
-        return torch.cat(outputs)
+        return torch.cat(outputs, out=out)
 
     def _plan(self, window: int | None, batch: ForwardBatch) -> list[Gather]:
         """How to collect what layers with this window read in this step."""
