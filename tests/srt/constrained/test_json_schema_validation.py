@@ -26,6 +26,25 @@ IGNORED: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "string", "format": "email", "maxLength": 6}, "#: format, maxLength together", '"abcdef@b.co"'),
     ({"type": "string", "pattern": '^"$'}, "#: pattern '^\"$' has a quote", '"""'),
     ({"type": "string", "pattern": "^\\n$"}, "#: pattern '^\\\\n$' has a quote", '"\n"'),
+    ({"type": "string", "pattern": "^(?!a)[ab]$"}, "#: pattern '^(?!a)[ab]$' has a lookahead", '"a"'),
+    ({"type": "string", "pattern": "^a+(?=b)"}, "#: pattern '^a+(?=b)' has a lookahead", '"a"'),
+    ({"type": "string", "pattern": "^[ab]{2}(?!$)$"}, "#: pattern '^[ab]{2}(?!$)$' has a lookahead", '"ab"'),
+    ({"type": "string", "pattern": "^a$b$"}, "#: pattern '^a$b$' has $ elsewhere", '"ab"'),
+    ({"type": "string", "pattern": "a^|b"}, "#: pattern 'a^|b' has ^ elsewhere", '"a"'),
+    ({"type": "string", "pattern": "(^a)+b"}, "#: pattern '(^a)+b' has ^ elsewhere", '"aab"'),
+    ({"type": "string", "pattern": "^(a(,|$))+$"}, "#: pattern '^(a(,|$))+$' has $ elsewhere", '"aa"'),
+    ({"type": "string", "pattern": "^a$?"}, "#: pattern '^a$?' has $?, a repetition", '""'),
+    ({"type": "string", "pattern": r"\Aa\Z"}, r"#: pattern '\\Aa\\Z' has \A", '"AaZ"'),
+    (
+        {"type": "object", "patternProperties": {"^a$b$": {"type": "null"}}},
+        "#: pattern '^a$b$' has $ elsewhere",
+        '{"ab": null}',
+    ),
+    (
+        {"type": "object", "propertyNames": {"pattern": "(?!a)[ab]"}, "additionalProperties": {"type": "null"}},
+        "#/propertyNames: pattern '(?!a)[ab]' has a lookahead",
+        '{"a": null}',
+    ),
     ({"type": "string", "enum": ["a", 1]}, "#: enum has a value that is not of type 'string'", "1"),
     ({**OBJECT, "required": ["c"]}, "#: required has 'c'", '{"a": 1}'),
     ({**OBJECT, "propertyNames": {"pattern": "^b"}}, "#: propertyNames is only", '{"a": 1}'),
@@ -89,11 +108,41 @@ def test_what_xgrammar_ignores_is_refused(schema: dict[str, Any], words: str, te
         ({"type": "string", "format": "idn-email"}, "#: format 'idn-email' is not supported; supported: date, "),
         ({"properties": {}, "items": {}, "maxItems": 0}, "#: items, maxItems, properties without a type"),
         ({"type": "object", "minProperties": 1}, "#: minProperties is only supported"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "#: pattern '(?<=a)b' has a lookahead or lookbehind"),
+        ({"type": "string", "pattern": "(?<!a)b"}, "#: pattern '(?<!a)b' has a lookahead or lookbehind"),
+        ({"type": "string", "pattern": "a)^("}, "#: pattern 'a)^(' has ^ elsewhere"),
     ],
 )
 def test_refused_as_well(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedJSONSchemaFeature, match=re.escape(words)):
         validate_xgrammar_json_schema(schema)
+
+
+# A pattern, an output that it allows, and one that it doesn't.
+FOLLOWED = [
+    ("^(a|b)$", "b", "ab"),
+    ("^a|b$", "b", "c"),
+    ("(^a$|^b$)", "a", "^"),
+    ("^((?:^a|b)$)$", "a", "ab"),
+    ("(?<name>^a)(?:$)", "a", "$"),
+    ("(^|,)a(,|$)", ",a", "^a"),
+    ("(?i)^a$", "a", "b"),
+    ("^(^-)??a(!$)?$", "-a!", "a-"),
+    ("^^a$$", "a", ""),
+    (r"^\^a\$$", "^a$", "a"),
+    (r"^\(\?!a\)$", "(?!a)", "("),
+    ("^[^a][$^]$", "b$", "a$"),
+    (r"^[\]^$][\^][(?!]$", "^^(", "(^^"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "right", "wrong"), FOLLOWED, ids=[pattern for pattern, _, _ in FOLLOWED])
+def test_anchors_that_are_followed(pattern: str, right: str, wrong: str) -> None:
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    COMPILER.check(GrammarSource("json_schema", schema))
+    for text, follows in ((right, True), (wrong, False)):
+        grammar = start("json_schema", schema)
+        assert all(grammar.accept_token(byte) for byte in f'"{text}"'.encode()) == follows
 
 
 class Colour(Enum):

@@ -102,6 +102,21 @@ def test_what_the_check_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch("compiling it takes .* s, 0.0 s are accepted; simplify it", refusal("regex", "a"))
 
 
+def test_anchors_and_classes_of_a_regex_that_would_not_be_followed() -> None:
+    for pattern, words, text in (
+        ("a$b", "pattern 'a$b' has $ elsewhere than at its end", "ab"),
+        ("a(^b|c)", "pattern 'a(^b|c)' has ^ elsewhere than at its beginning", "ab"),
+        (r"[\^a]", r"pattern '[\\^a]' has a class that begins with \^", "b"),
+    ):
+        tag = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}})
+        for kind, source in (("regex", pattern), ("structural_tag", tag)):
+            accept(start(kind, source), text)  # xgrammar has learnt this if it fails: accept it
+            assert refusal(kind, source).startswith(words)
+    assert "Lookahead" in refusal("regex", "(?!a)b")
+    for pattern in ("^(a|b)$", "^a$|^b$", r"\^\$[$^][^^]"):
+        COMPILER.check(GrammarSource("regex", pattern))
+
+
 def structural_tag(schema: object) -> str:
     tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</f>"}
     return json.dumps({"type": "structural_tag", "format": tag})

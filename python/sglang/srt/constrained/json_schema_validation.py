@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+from sglang.srt.constrained.regex_validation import problem_of_pattern
+
 # Each of these says all that xgrammar sees of a value: what stands beside it is ignored.
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
@@ -146,6 +148,8 @@ def _problems_typed(schema: Schema) -> Iterator[str]:
     for pattern in patterns:
         if _UNESCAPED.search(_NEGATED_CLASS.sub("", pattern)):
             yield f"pattern {pattern!r} has a quote, a backslash or a control character: it would not be escaped"
+        if problem := problem_of_pattern(pattern):
+            yield f"pattern {pattern!r} {problem}"
     yield from _problems_of_object(schema)
 
 

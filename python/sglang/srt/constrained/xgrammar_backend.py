@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from sglang.srt.constrained.json_schema_validation import lengths_as_patterns, validate_xgrammar_json_schema
+from sglang.srt.constrained.regex_validation import problem_of_regex
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -107,7 +108,7 @@ class GrammarCompiler:
                 return compiler.compile_grammar(text)
             case "structural_tag":
                 tag = _structural_tag(text)
-                for form in _schemas_in(tag):
+                for form in _formats_with("json_schema", tag):
                     if form.get("style", "json") == "json" and form.get("type") == "json_schema":
                         lengths_as_patterns(form["json_schema"])
                 return compiler.compile_structural_tag(json.dumps(tag))
@@ -125,6 +126,9 @@ class GrammarCompiler:
             raise ValueError(f"compiling it takes {seconds:.1f} s, {MAX_COMPILE_SECONDS} s are accepted; simplify it")
         for schema in _schemas(source):
             validate_xgrammar_json_schema(schema)
+        for pattern in _regexes(source):
+            if problem := problem_of_regex(pattern):
+                raise ValueError(f"pattern {pattern!r} {problem}")
         grammar = XGrammarGrammar(compiled, self.vocabulary)
         row = np.empty(grammar.mask_words, dtype=np.int32)
         draw = random.Random(0)
@@ -173,21 +177,31 @@ def _schemas(source: GrammarSource) -> Iterator[Any]:
     if source.kind == "json_schema" and source.text != ANY_JSON:
         yield json.loads(source.text)
     elif source.kind == "structural_tag":
-        for form in _schemas_in(_structural_tag(source.text)):
+        for form in _formats_with("json_schema", _structural_tag(source.text)):
             yield form["json_schema"]
 
 
-def _schemas_in(form: Any) -> Iterator[dict[str, Any]]:
-    """The formats with a ``json_schema``."""
+def _regexes(source: GrammarSource) -> Iterator[str]:
+    """The regular expressions in a grammar, those of its JSON Schemas aside."""
+    if source.kind == "regex":
+        yield source.text
+    elif source.kind == "structural_tag":
+        for form in _formats_with("pattern", _structural_tag(source.text)):
+            if form.get("type") == "regex":
+                yield form["pattern"]
+
+
+def _formats_with(field: str, form: Any) -> Iterator[dict[str, Any]]:
+    """The formats of a structural tag that have ``field``."""
     if isinstance(form, list):
         for each in form:
-            yield from _schemas_in(each)
+            yield from _formats_with(field, each)
     elif isinstance(form, dict):
-        if "json_schema" in form:
+        if field in form:
             yield form
         for name, value in form.items():
             if name != "json_schema":
-                yield from _schemas_in(value)
+                yield from _formats_with(field, value)
 
 
 class XGrammarGrammar:
