@@ -1,10 +1,11 @@
 """``/update_weights_from_disk`` in front of a fake scheduler, which reads prompts backwards after an update."""
 
+import asyncio
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +15,13 @@ import pytest
 from fake_scheduler import run_fake_scheduler
 from http_server_thread import FIXTURE, serve
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.errors import RequestError
+from sglang.srt.managers.io_struct import ControlReply, ToTokenizer, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.weight_update_request import UpdateWeightsRequest
+from sglang.srt.server_args import ServerArgs
 
 
 @pytest.fixture
@@ -24,8 +30,11 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
+ARGUMENTS: dict[str, Any] = {"model_path": str(FIXTURE), "device": "cpu", "random_seed": 1}
+
+
 def make_engine() -> Engine:
-    return Engine(_run_scheduler=run_fake_scheduler, model_path=str(FIXTURE), device="cpu", random_seed=1)
+    return Engine(_run_scheduler=run_fake_scheduler, **ARGUMENTS)
 
 
 def update(client: httpx.Client, path: str, **fields: Any) -> httpx.Response:
@@ -160,6 +169,96 @@ def test_scheduler_dies_during_an_update() -> None:
             engine.update_weights_from_disk("good")
         with pytest.raises(ServiceError, match="killed by signal 9"):
             engine.generate(input_ids=[70], sampling_params={"max_new_tokens": 1})
+
+
+class FakeChannel:
+    """Keeps what is sent; the test answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def start(self, receive: Callable[[ToTokenizer], None]) -> None:
+        self.receive = receive
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def answer(self, success: bool) -> None:
+        self.receive(ControlReply(call_id=self.sent[-1].call_id, success=success, data={"message": "said"}))
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_calls_whose_caller_goes_away() -> None:
+    runtime = Runtime(ServerArgs(**ARGUMENTS), run_fake_scheduler)
+    request = UpdateWeightsRequest(model_path="good", weight_version="9")
+
+    async def main() -> None:
+        channel = FakeChannel()
+        runtime._manager = manager = TokenizerManager(runtime.tokenizer, 320, 256, channel)  # type: ignore[arg-type]
+        manager.start()
+        problems: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+
+        for call in (manager.internal_state, manager.flush_cache):
+            task: asyncio.Task[Any] = asyncio.ensure_future(call())
+            await asyncio.sleep(0)
+            await cancel(task)
+            assert not manager._calls
+            channel.answer(True)
+            task = asyncio.ensure_future(call())
+            await asyncio.sleep(0)
+            task.cancel()
+            channel.answer(True)  # before the caller notices
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        for success, known in ((False, (str(FIXTURE), "default")), (True, ("good", "9"))):
+            task = asyncio.ensure_future(runtime.update_weights_from_disk(request))
+            await asyncio.sleep(0)
+            assert isinstance(channel.sent[-1], UpdateWeightFromDiskReqInput)
+            await cancel(task)
+            channel.answer(success)
+            await asyncio.sleep(0)
+            assert (runtime.server_args.model_path, runtime.weight_version) == known
+        assert not manager._calls
+
+        # One that has not begun doesn't, and the next one can.
+        manager._idle.clear()
+        task = asyncio.ensure_future(runtime.update_weights_from_disk(request))
+        await asyncio.sleep(0)
+        sent = len(channel.sent)
+        await cancel(task)
+        manager._idle.set()
+        await asyncio.sleep(0)
+        assert len(channel.sent) == sent
+        task = asyncio.ensure_future(runtime.update_weights_from_disk(request))
+        await asyncio.sleep(0)
+        channel.answer(True)
+        assert await task == (True, "said Weight version updated to 9.")
+        task = asyncio.ensure_future(runtime.update_weights_from_disk(request))
+        await asyncio.sleep(0)
+        await cancel(task)
+        manager.scheduler_died("dead")
+        await asyncio.sleep(0)
+        assert problems == []
+
+    asyncio.run(main())
+
+
+def test_an_interrupted_engine_knows_its_weights() -> None:
+    with make_engine() as engine:
+        request = UpdateWeightsRequest(model_path="good")
+        future = asyncio.run_coroutine_threadsafe(engine._runtime.update_weights_from_disk(request), engine._loop)
+        time.sleep(0.1)
+        assert future.cancel()  # as an interrupt does
+        out = engine.generate(input_ids=[70, 80], sampling_params={"max_new_tokens": 2})
+        assert out["output_ids"] == [80, 70]
+        assert engine.get_server_info()["model_path"] == "good"
 
 
 def test_engine() -> None:

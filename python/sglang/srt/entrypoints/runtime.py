@@ -137,21 +137,25 @@ class Runtime:
 
     async def update_weights_from_disk(self, request: UpdateWeightsRequest) -> tuple[bool, str]:
         """Replace the weights; whether it was done, and SGLang's message or what went wrong. The tokenizer stays, and
-        so does the name under which the model is served.
+        so does the name under which the model is served. A caller that is cancelled stops it only as long as running
+        requests are waited for.
 
         Raises:
             ServiceError: the scheduler died.
         """
         load_format = request.load_format or self.server_args.load_format
-        success, message = await self.manager.update_weights_from_disk(
-            request.model_path, load_format, abort_all_requests=request.abort_all_requests
-        )
-        if success:
+
+        def record() -> None:
             changes: dict[str, Any] = {"model_path": request.model_path, "load_format": load_format, "revision": None}
             self.server_args = dataclasses.replace(self.server_args, **changes)
             if request.weight_version is not None:
                 self.weight_version = request.weight_version
-                message += f" Weight version updated to {request.weight_version}."
+
+        success, message = await self.manager.update_weights_from_disk(
+            request.model_path, load_format, record, abort_all_requests=request.abort_all_requests
+        )
+        if success and request.weight_version is not None:
+            message += f" Weight version updated to {request.weight_version}."
         return success, message
 
     async def server_info(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -263,7 +263,8 @@ class TokenizerManager:
 
     def _on_message(self, message: ToTokenizer) -> None:
         if isinstance(message, ControlReply):
-            if future := self._calls.pop(message.call_id, None):
+            future = self._calls.pop(message.call_id, None)
+            if future is not None and not future.done():  # done: its caller was cancelled
                 future.set_result(message)
             return
         self.last_receive_time = time.monotonic()
@@ -300,10 +301,11 @@ class TokenizerManager:
         return (await self._call(GetInternalStateReq(call_id=new_rid()))).data
 
     async def update_weights_from_disk(
-        self, model_path: str, load_format: str, *, abort_all_requests: bool = False
+        self, model_path: str, load_format: str, replaced: Callable[[], None], *, abort_all_requests: bool = False
     ) -> tuple[bool, str]:
         """Serve another checkpoint's weights from now on. Requests that run come to their end with the old weights
-        first (or are aborted), those that come meanwhile wait.
+        first (or are aborted), those that come meanwhile wait. ``replaced`` is called when it was done, also if the
+        caller was cancelled after the scheduler was told: the scheduler can't be stopped then.
 
         Returns:
             Whether it was done, and a message.
@@ -316,21 +318,33 @@ class TokenizerManager:
                 await self._idle.wait()
                 if self._refusal is not None:
                     raise self._refusal
-                call_id = new_rid()
-                reply = await self._call(
-                    UpdateWeightFromDiskReqInput(call_id=call_id, model_path=model_path, load_format=load_format)
+                message = UpdateWeightFromDiskReqInput(
+                    call_id=new_rid(), model_path=model_path, load_format=load_format
                 )
+                answer = self._send_call(message)
+                answer.add_done_callback(lambda answer: _record(answer, replaced))
+                reply = await asyncio.shield(answer)
             finally:
                 self._no_update.set()
         return reply.success, reply.data["message"]
 
-    async def _call(self, message: FlushCacheReq | GetInternalStateReq | UpdateWeightFromDiskReqInput) -> ControlReply:
+    async def _call(self, message: FlushCacheReq | GetInternalStateReq) -> ControlReply:
+        future = self._send_call(message)
+        try:
+            return await future
+        finally:
+            self._calls.pop(message.call_id, None)
+
+    def _send_call(
+        self, message: FlushCacheReq | GetInternalStateReq | UpdateWeightFromDiskReqInput
+    ) -> asyncio.Future[ControlReply]:
+        """The scheduler's answer, when it comes."""
         if self._refusal is not None and self._refusal.status == 500:
             raise self._refusal
+        self._channel.send(message)
         future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = future
-        self._channel.send(message)
-        return await future
+        return future
 
     # Life
 
@@ -357,6 +371,11 @@ class TokenizerManager:
         self._rids.clear()
         self._calls.clear()
         self._idle.set()
+
+
+def _record(answer: asyncio.Future[ControlReply], replaced: Callable[[], None]) -> None:
+    if not answer.cancelled() and answer.exception() is None and answer.result().success:
+        replaced()
 
 
 async def last(outputs: AsyncIterator[T]) -> T:
