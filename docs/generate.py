@@ -233,7 +233,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _values_taken(values: tuple[Any, ...]) -> str:
-    return ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in (None, *values)))
+    texts = {json.dumps(value) for value in values} - {"null"}
+    return ", ".join(f"`{text}`" for text in ["null", *sorted(texts)])
 
 
 def compatibility() -> str:

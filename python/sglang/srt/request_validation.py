@@ -42,7 +42,7 @@ def select_supported(
     Args:
         supported: names of those fields.
         neutral: known fields that are not acted on, each with the values that ask for nothing (null always does); of
-            SGLang's other fields only null does.
+            SGLang's other fields only null does. The first is what a refusal proposes, or null if it is a container.
 
     Raises:
         RequestError: a known field asks for something, or a field is unknown.
@@ -54,8 +54,9 @@ def select_supported(
         elif name not in neutral and name not in _UPSTREAM:
             raise RequestError(f"Unrecognized request argument supplied: {name}", name)
         elif value is not None and value not in neutral.get(name, ()):
-            accepted = "".join(f" or send {item!r}" for item in neutral.get(name, ())[:1])
-            raise RequestError(f"'{name}' is not supported by this server: leave it out{accepted}.", name)
+            first = next(iter(neutral.get(name, ())), None)
+            accepted = "null" if first in (None, [], {}) else repr(first)
+            raise RequestError(f"'{name}' is not supported by this server: leave it out or send {accepted}.", name)
     return kept
 
 

@@ -236,8 +236,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num", "320"),
     ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "duplicate"),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries for 2"),
-    ({"text": "a", "image_data": "cat.png"}, "image_data", "not supported"),
-    ({"text": "a", "return_hidden_states": True}, "return_hidden_states", "not supported"),
+    ({"text": "a", "image_data": "cat.png"}, "image_data", "not supported by this server: leave it out or send null."),
+    ({"text": "a", "lora_path": "x"}, "lora_path", "leave it out or send null."),
+    ({"text": "a", "return_hidden_states": True}, "return_hidden_states", "leave it out or send False."),
     ({"text": "a", "no_such_field": None}, "no_such_field", "Unrecognized"),
     (
         {"input_ids": [5] * 2048},

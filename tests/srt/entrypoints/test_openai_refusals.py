@@ -55,6 +55,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (CHAT, {"messages": "hi"}, "messages"),
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    *(
+        (CHAT, {"messages": [*MESSAGES, {"role": role, "content": None}]}, "messages[1].content")
+        for role in ("user", "system", "developer", "tool", "function", "critic")
+    ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
@@ -148,6 +153,24 @@ def test_what_common_clients_send_is_accepted(http: httpx.Client) -> None:
     chat = {**CHAT, **labels, "verbosity": "medium", "reasoning_effort": "none", "prompt_cache_retention": "in_memory"}
     assert http.post("/v1/chat/completions", json=chat).status_code == 200
     assert http.post("/v1/completions", json={**COMPLETION, **labels, "service_tier": "auto"}).status_code == 200
+
+
+def test_an_assistant_need_not_say_anything(http: httpx.Client) -> None:
+    for silent in ({"role": "assistant"}, {"role": "assistant", "content": None}, _assistant("f", "{}")):
+        response = http.post("/v1/chat/completions", json={**CHAT, "messages": [*MESSAGES, silent, *MESSAGES]})
+        assert response.status_code == 200, response.text
+
+
+def test_a_refusal_proposes_what_the_field_may_be(http: httpx.Client) -> None:
+    for field, value, proposed in (
+        ("lora_path", "x", "null"),
+        ("functions", [{}], "null"),
+        ("cache_salt", "x", "null"),
+        ("return_hidden_states", True, "False"),
+        ("routed_experts_start_len", 1, "0"),
+    ):
+        message = http.post("/v1/chat/completions", json={**CHAT, field: value}).json()["error"]["message"]
+        assert message == f"'{field}' is not supported by this server: leave it out or send {proposed}."
 
 
 def test_error_reaches_the_client_library(openai_client: OpenAI) -> None:

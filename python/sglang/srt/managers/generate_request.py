@@ -15,39 +15,49 @@ T = TypeVar("T")
 
 MAX_RID_CHARS = 1024
 
+# Values that ask for nothing; the first is proposed to clients, and false is no value of most fields.
+NOTHING: tuple[Any, ...] = ([], {}, False)
+NOTHING_OF_FLAG: tuple[Any, ...] = (False, [], {})
 # Fields of SGLang's request that this server does not act on, with what asks for nothing.
-_NOTHING: tuple[Any, ...] = (False, [], {})
-NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "modalities",
-        "return_hidden_states",
-        "return_routed_experts",
-        "return_entropy",
-        "return_prompt_token_ids",
-        "lora_path",
-        "lora_id",
-        "custom_logit_processor",
-        "session_id",
-        "session_params",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "routed_dp_rank",
-        "data_parallel_rank",
-        "priority",
-        "extra_key",
-        "cache_salt",
-        "require_reasoning",
-        "background",
-        "no_logs",
-        "return_bytes",
+NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "input_embeds",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "modalities",
+            "lora_path",
+            "lora_id",
+            "custom_logit_processor",
+            "session_id",
+            "session_params",
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+            "routed_dp_rank",
+            "data_parallel_rank",
+            "priority",
+            "extra_key",
+            "cache_salt",
+        ),
+        NOTHING,
     ),
-    _NOTHING,
-) | {"log_metrics": (True,)}
+    **dict.fromkeys(
+        (
+            "return_hidden_states",
+            "return_routed_experts",
+            "return_entropy",
+            "return_prompt_token_ids",
+            "require_reasoning",
+            "background",
+            "no_logs",
+            "return_bytes",
+        ),
+        NOTHING_OF_FLAG,
+    ),
+    "log_metrics": (True,),
+}
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):

@@ -38,13 +38,18 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     used = {name: value for name, value in message.items() if name in fields and value not in (None, [])}
     if "tool_calls" in used:
         used["tool_calls"] = _tool_calls(used["tool_calls"], f"{where}.tool_calls")
-    return {**used, "role": role, "content": _content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if content is None:
+        if role != "assistant":
+            raise RequestError(
+                f"'{where}.content' is missing: only an assistant's message may have none.", f"{where}.content"
+            )
+        content = ""
+    return {**used, "role": role, "content": _content(content, f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:
     """A message's text; parts are joined with spaces as SGLang does."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -9,14 +9,13 @@ import msgspec
 
 from sglang.srt.entrypoints.openai.response_format import GRAMMAR_FIELDS, grammar_of
 from sglang.srt.errors import RequestError
-from sglang.srt.managers.generate_request import check_rid
+from sglang.srt.managers.generate_request import NOTHING, NOTHING_OF_FLAG, check_rid
 from sglang.srt.request_validation import convert, select_supported
 from sglang.srt.sampling.sampling_params import SamplingParams, parse_sampling_params
 
 # SGLang's default of "model": whatever is served.
 DEFAULT_MODEL_NAME = "default"
 
-_NOTHING: tuple[Any, ...] = (False, [], {})
 # Fields that are known and not acted on, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -38,18 +37,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         (),
     ),
+    **dict.fromkeys(("custom_logit_processor", "lora_path", "session_params"), NOTHING),
     **dict.fromkeys(
         (
-            "custom_logit_processor",
-            "lora_path",
             "return_cached_tokens_details",
             "return_hidden_states",
             "return_routed_experts",
             "return_token_ids",
-            "session_params",
             "store",
         ),
-        _NOTHING,
+        NOTHING_OF_FLAG,
     ),
     "routed_experts_start_len": (0,),
     "service_tier": ("auto", "default"),
@@ -71,7 +68,8 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         (),
     ),
-    **dict.fromkeys(("return_meta_info", "return_prompt_token_ids", "use_audio_in_video", "functions"), _NOTHING),
+    "functions": NOTHING,
+    **dict.fromkeys(("return_meta_info", "return_prompt_token_ids", "use_audio_in_video"), NOTHING_OF_FLAG),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "prompt_cache_retention": ("in_memory",),
