@@ -7,7 +7,8 @@ A bf16 checkpoint of ``--shape`` is written to a temporary folder and loaded by 
 quantised to ``w4a16_nvfp4`` while it loads; the logits behind a prompt of ``--tokens`` and behind each of 16 further
 tokens are compared. ``error`` is the norm of a difference over the norm of the logits: ``one`` and ``several`` against
 one rank in float32 (quantised: the exact ``torch`` backend), ``between`` of both against each other. Equal within the
-rounding of bf16 means that ``several`` is no larger than ``one``. ``same_best``: how often both choose the same token.
+rounding of bf16 means that ``several`` is hardly larger than ``one``: partial sums are rounded once more.
+``same_best``: how often both choose the same token.
 
 ``--share-gpu`` gives all ranks the first GPU, slowly: each says to NCCL that it is a machine of its own (NCCL_HOSTID),
 since NCCL takes a GPU only once of a machine. They then exchange what they would over a network.
