@@ -81,6 +81,27 @@ def test_a_file_that_covers_fewer_rows_is_not_enough(world: World) -> None:
     assert start("cached", 3) == {"1-": "quick"}
 
 
+def test_what_raised_is_tried_again_by_a_later_start(world: World) -> None:
+    world.add("default", priority=9, layout="shared")
+    world.add("quick", layout="shared")
+    world.seconds |= {"default": [1e-3], "quick": [1e-4]}
+
+    def no_network(y: torch.Tensor) -> torch.Tensor:
+        raise OSError("download failed")
+
+    def start(mode: str) -> list[dict[str, str]]:
+        with Autotuner(mode, CPU, MAX_ROWS).active(measure=True):
+            return [layer_of(make_weight(columns=columns)).nvfp4.choices for columns in (64, 128)]
+
+    world.faults["quick"] = no_network
+    assert start("on") == start("on") == [{"1-": "default"}] * 2
+    del world.faults["quick"]
+    assert start("cached") == [{"1-": "default"}] * 2
+    assert start("on") == start("cached") == [{"1-": "quick"}] * 2
+    world.faults["quick"] = no_network
+    assert start("on") == [{"1-": "quick"}] * 2, "known, and not measured again"
+
+
 def test_more_rows_than_any_measured(world: World) -> None:
     assert Autotuner("on", CPU, 1).rows == [1]
     assert Autotuner("on", CPU, 5).rows == [1, 2, 4, 8]

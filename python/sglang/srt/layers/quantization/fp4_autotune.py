@@ -114,6 +114,8 @@ class Autotuner:
             if self.tp.rank == 0:
                 known = self._cache.read()
                 if self.mode == "on":
+                    # A library that could not download or compile something may have it now.
+                    known = {product: found for product, found in known.items() if not found.raised}
                     self._cache.write({})  # says now whether it can
         received = self.tp.broadcast_bytes(msgspec.json.encode(known))
         for product, measurement in msgspec.json.decode(received, type=dict[str, Measurement]).items():

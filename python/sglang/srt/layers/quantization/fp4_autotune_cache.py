@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import sglang
+from sglang.kernels.cpu_extension import isas
 from sglang.srt.layers.quantization.fp4_utils import backends
 from sglang.srt.platforms import device_capability, device_name
 from sglang.srt.utils.versions import versions
@@ -39,12 +40,14 @@ class Measurement(msgspec.Struct, frozen=True):
         timing: label to how it was timed: "graph" (replays of a CUDA graph), "events" (launches between CUDA events) or
             "clock" (a CPU).
         dropped: label to what was wrong with it.
+        raised: candidates that raised, here or for an earlier product, and might not at another start.
     """
 
     choices: list[str]
     microseconds: dict[str, list[float]]
     timing: dict[str, str]
     dropped: dict[str, str] = {}
+    raised: list[str] = []
 
 
 class _Contents(msgspec.Struct):
@@ -75,7 +78,7 @@ def current_stamp(device: torch.device, candidates: str) -> Stamp:
         stamp["capability"] = ".".join(map(str, device_capability(device) or ()))
     else:
         stamp |= {"device": _cpu_name(), "threads": str(torch.get_num_threads())}
-        stamp["capability"] = torch.backends.cpu.get_cpu_capability()
+        stamp["capability"] = f"{torch.backends.cpu.get_cpu_capability()}, {isas()[0].name}"
     installed = {name: version and str(version) for name, version in versions().items()}  # torch's is no plain string
     return stamp | {name: version for name, version in installed.items() if name not in _IRRELEVANT}
 

@@ -24,6 +24,7 @@ from sglang.srt.layers.quantization.nvfp4_linear import NvFp4Linear, NvFp4Weight
 NOISE = 0.03
 # A candidate that takes this many times the best one's time is not timed more exactly.
 HOPELESS = 2.0
+_RAISED = "it raised "
 
 Layout = tuple[str, int, int, bool]
 
@@ -83,6 +84,7 @@ def measure(
         OutOfMemoryError: of the GPU.
     """
     layer = f"layer {name} ({weight.product})"
+    labels = [candidate.label for candidate in candidates]
     candidates = [candidate for candidate in candidates if candidate.label not in dropped]
     layouts = {candidate.label: layout_of(candidate) for candidate in candidates}
     probe = Probe.make(weight, max(rows), any(candidate.keeps_activations for candidate in candidates))
@@ -109,7 +111,7 @@ def measure(
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    problem = f"it raised {type(error).__name__}: {error}"
+                    problem = f"{_RAISED}{type(error).__name__}: {error}"
                     _check_process(error, probe.x.device, f"{layer}: FP4 GEMM backend {candidate.label}: {problem}")
                 if problem is not None:
                     problems[candidate.label] = problem
@@ -126,7 +128,8 @@ def measure(
         times[default.label] = [min(pair) for pair in zip(times[default.label], again, strict=True)]
         chosen = choose(times, layouts, default.label)
     in_microseconds = {label: [round(second * 1e6, 2) for second in values] for label, values in times.items()}
-    return Measurement(chosen, in_microseconds, timing, problems)
+    raised = [label for label in labels if {**dropped, **problems}.get(label, "").startswith(_RAISED)]
+    return Measurement(chosen, in_microseconds, timing, problems, raised)
 
 
 def _copies(weight: NvFp4Weight, backend: Fp4GemmBackend, compare: bool) -> list[NvFp4Linear]:
