@@ -160,6 +160,18 @@ def test_state_of_the_cache_folder(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "file" / "below"))
     assert check_env.cache_report()["writable"] is False
+    stat = os.stat
+
+    def denied(path, *args, **kwargs):  # as for all that is in a folder without the permission to search it
+        if str(path).startswith(f"{tmp_path}/closed/"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", denied)
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "closed" / "below"))
+    assert envs.SGLANG_CACHE_DIR.get() == tmp_path / "closed" / "below"
+    assert check_env.cache_report()["fp4_autotune_files"] == 0
 
 
 def test_the_autotuner_keeps_its_files_where_they_are_counted(monkeypatch, tmp_path):

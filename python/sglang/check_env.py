@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import sys
@@ -66,11 +67,12 @@ def cache_report() -> dict[str, Any]:
         ArgumentError: the variable that names the folder has a value that can't be used.
     """
     folder = envs.SGLANG_CACHE_DIR.get()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    # Not Path's methods, which raise below a folder that may not be searched.
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
     return {
         "path": _shown(folder),
         "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
-        "fp4_autotune_files": sum(1 for _ in (folder / AUTOTUNE_FOLDER).glob("*.json")),
+        "fp4_autotune_files": len(glob.glob("*.json", root_dir=folder / AUTOTUNE_FOLDER)),  # noqa: PTH207
     }
 
 

@@ -49,7 +49,8 @@ def _folder(value: str) -> Path:
     path = Path(value).expanduser()
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
-    if path.exists() and not path.is_dir():
+    # Not Path.exists, which raises below a folder that may not be searched.
+    if os.path.exists(path) and not os.path.isdir(path):  # noqa: PTH110, PTH112
         raise ValueError("is a file, not a folder")
     return path
 
