@@ -1,5 +1,6 @@
 """--log-requests and the files of --ssl-*."""
 
+import json
 import logging
 import re
 import socket
@@ -33,6 +34,18 @@ def test_log_requests(level: int, caplog: pytest.LogCaptureFixture) -> None:
     assert ("0.25" in lines[0]) == (level >= 1)
     assert ("hello" in lines[0]) == ("'text':" in lines[1]) == (level >= 2)
     assert re.search(r"'completion_tokens': 3", lines[1])
+
+
+def test_what_is_streamed_does_not_depend_on_the_log() -> None:
+    body = {"model": "default", "prompt": "hello", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    texts = []
+    for logged in (False, True):
+        with serve(log_requests=logged) as url:
+            whole = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+            lines = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts += [whole, "".join(chunk["choices"][0]["text"] for chunk in chunks)]
+    assert texts == texts[:1] * 4 and texts[0]
 
 
 def test_logged_text_is_cut_at_level_2_only(caplog: pytest.LogCaptureFixture) -> None:

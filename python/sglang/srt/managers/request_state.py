@@ -76,11 +76,11 @@ class ReqState:
     @property
     def text(self) -> str:
         """All text so far."""
-        if len(self._texts) > 1:
-            joined = len(self._texts)
-            self._texts = ["".join(self._texts)]
-            self._taken_texts = 1 if self._taken_texts == joined else 0
-        return self._texts[0] if self._texts else ""
+        text = "".join(self._texts)
+        if text and self._taken_texts in (0, len(self._texts)):  # of one piece there can't be taken a part
+            self._texts = [text]
+            self._taken_texts = min(self._taken_texts, 1)
+        return text
 
     def push(self, out: ReqOutput) -> bool:
         """Take what a scheduler step produced. True: a stop string ended the request, and the scheduler must know."""
