@@ -152,6 +152,18 @@ def test_ensure_available_evicts_only_what_is_missing() -> None:
     assert not s.cache.ensure_available(13)
 
 
+def test_a_full_cache_is_not_searched_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Setup(size=1000)
+    for first in range(0, 1000, 2):
+        s.finish(s.start([first, first + 1]))
+    evictions: list[int] = []
+    evict = type(s.cache).evict
+    monkeypatch.setattr(type(s.cache), "evict", lambda self, n: evictions.append(n) or evict(self, n))
+    for free in range(1, 21):
+        assert s.cache.ensure_available(free)
+    assert evictions == [10, 9], "1 % of what could be evicted at a time"
+
+
 def test_reset_forgets_everything() -> None:
     s = Setup()
     s.finish(s.start([1, 2, 3]))

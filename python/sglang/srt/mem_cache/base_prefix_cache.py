@@ -74,10 +74,14 @@ class BasePrefixCache(ABC):
         """Tokens held that somebody has locked."""
 
     def ensure_available(self, num_tokens: int) -> bool:
-        """Evict until ``num_tokens`` slots are free; False if that is not possible (something may be evicted)."""
+        """Evict until ``num_tokens`` slots are free; False if that is not possible (something may be evicted).
+
+        What is evicted at a time is 1 % of what could be, or more: to look for the oldest takes as long as there are
+        leaves, and a full cache would do so at every step.
+        """
         missing = num_tokens - self.allocator.available_size()
         if missing > 0:
-            self.evict(missing)
+            self.evict(max(missing, self.evictable_size() // 100))
         return self.allocator.available_size() >= num_tokens
 
     def _kv_indices(self, req: Req) -> torch.Tensor:
