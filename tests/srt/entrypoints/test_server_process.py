@@ -122,6 +122,10 @@ def test_start_and_drain(tmp_path: Path, ranks: int) -> None:
     with running(tmp_path, "--random-seed", "30", "--tp-size", str(ranks)) as server:
         server.wait("/health", 503)
         assert server.http.post("/generate", json=SHORT).status_code == 503
+        # Clients wait for the model by asking for these.
+        for path in ("/v1/models", "/get_model_info"):
+            assert server.http.get(path).status_code == 503
+        assert server.http.get("/metrics").status_code == 404
         assert READY not in server.log
         server.wait("/health", 200)
         assert READY in server.log

@@ -144,6 +144,7 @@ class HttpServer:
         return Response(status_code=200)
 
     async def model_info(self, request: Request) -> Response:
+        self._manager()  # clients wait for the model by asking for this
         args, config = self._runtime.server_args, self._runtime.model_config
         return JsonResponse(
             {
@@ -166,9 +167,11 @@ class HttpServer:
         return JsonResponse(await self._runtime.server_info())
 
     async def metrics(self, request: Request) -> Response:
-        if self._runtime.metrics is None:
+        if not self._runtime.server_args.enable_metrics:
             raise NotSupportedError("There are no metrics: start the server with --enable-metrics.", 404)
-        return Response(self._runtime.metrics.render(self._runtime.manager.load), media_type=CONTENT_TYPE_LATEST)
+        manager = self._manager()
+        assert self._runtime.metrics is not None
+        return Response(self._runtime.metrics.render(manager.load), media_type=CONTENT_TYPE_LATEST)
 
     async def get_load(self, request: Request) -> Response:
         return JsonResponse(get_load(self._manager().load))
@@ -178,9 +181,11 @@ class HttpServer:
         return JsonResponse(loads(load, info, request.query_params, self._runtime.server_args.tp_size))
 
     async def models(self, request: Request) -> Response:
+        self._manager()  # as model_info
         return JsonResponse({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
+        self._manager()
         check_model(request.path_params["model"], self._served_names)
         return JsonResponse(self._model_card())
 
