@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.cli import run_main
+from sglang.srt.utils.open_files import raise_open_file_limit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -14,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Slow imports come after the arguments, so that a mistyped one is answered at once.
     from sglang.srt.entrypoints.http_server import launch_server
 
+    raise_open_file_limit()
     sys.exit(launch_server(server_args))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.utils.cli import ArgumentParser, run_main
+from sglang.srt.utils.cli import ArgumentParser, check_appendable, run_main
 from sglang.srt.utils.log import configure_logging
 from sglang.srt.utils.net import Rendezvous
 
@@ -218,6 +218,8 @@ def latency_test(
     Raises:
         StartupError: the model can't be loaded, or nothing could be run.
     """
+    if bench_args.result_filename and rank == 0:
+        check_appendable(Path(bench_args.result_filename))
     custom = _custom_prompts(server_args, bench_args.prompt_filename)
     np.random.seed(server_args.random_seed)  # the same prompts on all ranks
     model = OneBatch(server_args, rendezvous, rank)

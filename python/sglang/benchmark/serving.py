@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,12 +26,12 @@ from sglang.benchmark.datasets import DATASETS, REFUSED_DATASETS, DatasetRow, ge
 from sglang.benchmark.metrics import calculate_metrics, print_table
 from sglang.srt.errors import ArgumentError, StartupError
 from sglang.srt.managers.hf_tokenizer import get_tokenizer
-from sglang.srt.utils.cli import ArgumentParser, run_main
+from sglang.srt.utils.cli import ArgumentParser, check_appendable, run_main
+from sglang.srt.utils.open_files import raise_open_file_limit
 
 TIMEOUT_SECONDS = 6 * 3600.0
 # A line of a cumulative stream with log-probabilities is long.
 READ_BUFFER_BYTES = 10 << 20
-OPEN_FILES = 65535
 WARMUP_OUTPUT_LEN = 32
 
 # SGLang's flags for what this version has not.
@@ -330,7 +329,7 @@ async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "generated_texts": [output.generated_text for output in outputs],
         "errors": [output.error for output in outputs],
     }
-    with Path(args.output_file or _default_output_file(args)).open("a", encoding="utf-8") as file:
+    with _output_file(args).open("a", encoding="utf-8") as file:
         file.write(json.dumps(result | details if args.output_details else result) + "\n")
     return result | details
 
@@ -345,19 +344,19 @@ def _cache_report(outputs: Sequence[RequestFuncOutput]) -> dict[str, Any]:
     }
 
 
-def _default_output_file(args: argparse.Namespace) -> str:
+def _output_file(args: argparse.Namespace) -> Path:
+    if args.output_file:
+        return Path(args.output_file)
     what = args.dataset_name
     if what.startswith("random"):
         what = f"{args.random_input_len}_{args.random_output_len}"
-    return f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{what}.jsonl"
+    return Path(f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{what}.jsonl")
 
 
 def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """:func:`benchmark` in an event loop of its own."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    check_appendable(_output_file(args))
+    raise_open_file_limit()
     return asyncio.run(benchmark(args))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from sglang.srt.errors import ArgumentError, StartupError
@@ -19,9 +20,29 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Call ``main``; a :class:`StartupError` becomes its text on stderr and its exit status, without a traceback."""
+    """Call ``main``; a :class:`StartupError` becomes its text on stderr and its exit status, without a traceback, and
+    Ctrl-C the status that shells give it."""
     try:
         main()
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def check_appendable(file: Path) -> None:
+    """Before work is done whose results go there.
+
+    Raises:
+        ArgumentError: ``file`` can't be written to.
+    """
+    new = not file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ArgumentError(f"results can't be written to {file}: {error.strerror}") from None
