@@ -23,7 +23,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 
 class OnlineNvFp4LinearMethod(NvFp4LinearMethodBase, UnquantizedLinearMethod):
-    """Loads like an unquantised layer, then rounds its weight to NVFP4 by the recipe of ``sglang.quantize``.
+    """Loads like an unquantised layer, in the model's dtype, then rounds its weight to NVFP4 by the recipe of
+    ``sglang.quantize``: with its result where the checkpoint has that dtype.
 
     Fused parts and ranks share one global scale, as exporters make them. The activation scale of W4A4 is computed from
     each call's input, since no calibration has been run.
