@@ -180,7 +180,6 @@ def test_c15_kv_cache_algorithms(written: Written, caplog: pytest.LogCaptureFixt
     checkpoint.section["kv_cache_quant_algo"] = "NVFP4"
     assert_refused(written(checkpoint), "kv_cache_quant_algo 'NVFP4' is not served")
     checkpoint.section["kv_cache_quant_algo"] = "FP8"
-    radix_attention._warn_of_missing_scales.cache_clear()
     with caplog.at_level(logging.WARNING):
         runner = load(written(checkpoint))
     warnings = [record.getMessage() for record in caplog.records if "k_scale" in record.getMessage()]
@@ -190,6 +189,9 @@ def test_c15_kv_cache_algorithms(written: Written, caplog: pytest.LogCaptureFixt
     checkpoint.tensors["model.layers.1.self_attn.k_proj.k_scale"] = torch.tensor(0.3)
     assert_refused(written(checkpoint), "model.layers.1.self_attn", "no v_scale")
     checkpoint.tensors["model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(0.7)
+    assert_refused(written(checkpoint), "model.layers.0.self_attn", "no k_scale and v_scale, but those of other layers")
+    for part in "kv":
+        checkpoint.tensors[f"model.layers.0.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.5)
     assert kv_scales(load(written(checkpoint))) == pytest.approx((0.3, 0.7), rel=1e-7)
 
 

@@ -118,6 +118,11 @@ def test_dtype(checkpoint, stored, asked, expected, caplog):
     assert bool(caplog.messages) == (f"torch.{stored}" != str(expected))
 
 
+def test_a_dtype_of_null_is_none(checkpoint):
+    assert read(checkpoint(dtype=None, torch_dtype="bfloat16")).dtype is torch.bfloat16
+    assert read(checkpoint(dtype="bfloat16", torch_dtype="float16")).dtype is torch.bfloat16
+
+
 def test_unknown_dtype(checkpoint):
     assert "'int8'" in refusal(checkpoint(torch_dtype="int8"))
 

@@ -13,6 +13,7 @@ from torch import nn
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+from sglang.srt.model_loader.checkpoint_reader import CheckpointReader
 from sglang.srt.model_loader.loader import fill_with_dummy_weights, load_model, load_weights
 from sglang.srt.model_loader.weight_utils import iterate_tensors, safetensors_files
 
@@ -105,8 +106,22 @@ def test_unknown_twice_and_misshapen_tensors_are_named() -> None:
         CheckpointError, match=r"tensor model.up_proj.weight: expected shape \[16, 32\], found \[32, 16\]"
     ):
         load_weights(wrap(Model()), named({**full(), "up_proj.weight": torch.zeros(32, 16)}))
-    with pytest.raises(CheckpointError, match=r"tensor model.norm: expected shape \[32\], found \[31\]"):
-        load_weights(wrap(Model()), named({**full(), "norm": torch.zeros(31)}))
+    for size in (31, 1, 0):
+        with pytest.raises(CheckpointError, match=rf"tensor model.norm: expected shape \[32\], found \[{size}\]$"):
+            load_weights(wrap(Model()), named({**full(), "norm": torch.zeros(size)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32])
+def test_a_norm_of_another_dtype_is_not_converted_without_a_scale(dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match=f"tensor model.norm: expected dtype torch.float32, found {dtype}"):
+        load_weights(wrap(Model()), named({**full(), "norm": torch.ones(32).to(dtype)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_norm_of_another_float_is_converted(dtype: torch.dtype) -> None:
+    model, norm = Model(), torch.randn(32).to(dtype)
+    load_weights(wrap(model), named({**full(), "norm": norm}))
+    assert torch.equal(model.norm, norm.float())
 
 
 def nvfp4_tensors() -> dict[str, torch.Tensor]:
@@ -159,6 +174,51 @@ def test_truncated_pointer_and_missing_files(tmp_path: Path) -> None:
         safetensors_files(tmp_path)
     with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
         safetensors_files(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[]",
+        "5",
+        "null",
+        '{"weight_map": []}',
+        '{"weight_map": null}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": 5, "b": "model.safetensors"}}',
+        '{"weight_map": {"a": ["model.safetensors"]}}',
+        "\xff",
+    ],
+)
+def test_an_index_that_is_none(index: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is not a safetensors index") as caught:
+        safetensors_files(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors can't be read as safetensors"):
+        list(iterate_tensors(tmp_path, progress=False))
+    (tmp_path / "a.safetensors").rmdir()
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "gone")  # the hub's cache, half deleted
+    with pytest.raises(CheckpointError, match=r"a\.safetensors can't be read as safetensors"):
+        list(iterate_tensors(tmp_path, progress=False))
+
+
+def test_consolidated_files_are_read_only_alone(tmp_path: Path) -> None:
+    def stored() -> list[str]:
+        return [name for name, _ in iterate_tensors(tmp_path, progress=False)]
+
+    for part in (1, 2):
+        save_file({f"theirs.{part}": torch.zeros(1)}, tmp_path / f"consolidated-0000{part}-of-00002.safetensors")
+    assert stored() == ["theirs.1", "theirs.2"]
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert stored() == list(CheckpointReader(tmp_path).tensors) == ["x"]
 
 
 def test_one_tensor_in_two_files(tmp_path: Path) -> None:

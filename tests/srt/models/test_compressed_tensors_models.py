@@ -156,6 +156,15 @@ def test_kv_cache_scales_below_the_attention(tmp_path: Path) -> None:
     assert (logits - EXPECTED["modelopt-nvfp4.w4a16.prompt0"]).abs().max() <= 1e-3
 
 
+def test_dummy_weights_of_fp8_groups(tmp_path: Path) -> None:
+    """Legal scales, one for each channel among them, without any weight file."""
+    for number, scheme in enumerate((FP8, FP8_DYNAMIC)):
+        config = config_of((scheme, ["re:.*self_attn.*"]), (NVFP4, ["Linear"]))
+        folder = write(tmp_path / str(number), FOLDER, {}, config)
+        logits = all_logits(folder, EXPECTED["prompt0"], load_format="dummy")
+        assert logits.isfinite().all() and logits.any()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -249,7 +249,9 @@ def _size(config: PreTrainedConfig, key: str, file: Path, default: int | None = 
 
 
 def _dtype(requested: str, raw: Mapping[str, Any], file: Path) -> torch.dtype:
-    name = raw.get("dtype", raw.get("torch_dtype"))
+    name = raw.get("dtype")
+    if name is None:  # as much as no entry
+        name = raw.get("torch_dtype")
     stored = _DTYPES.get(str(name)) if name is not None else torch.float32
     if stored is None:
         raise CheckpointError(f"{file}: dtype {name!r} is not supported; give one with --dtype")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
-from sglang.srt.layers.quantization.base_config import QuantizationConfig, register_weight
+from sglang.srt.layers.quantization.base_config import register_weight
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -19,18 +18,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _check_scale(loaded: torch.Tensor) -> str | None:
-    value = float(loaded.reshape(-1)[0])
+def check_kv_scale(loaded: torch.Tensor) -> str | None:
+    """What is wrong with a stored scale of keys or values."""
+    if loaded.numel() != 1:
+        return f"a KV cache scale must be one value, found shape {list(loaded.shape)}"
+    value = float(loaded)
     return None if math.isfinite(value) and value > 0 else f"a KV cache scale must be positive and finite, not {value}"
 
 
-@cache
-def _warn_of_missing_scales() -> None:
-    logger.warning("The checkpoint asks for an FP8 KV cache but stores no k_scale and v_scale; 1.0 is used.")
-
-
 class KVCacheScales:
-    """Turns the loaded scales of a layer's keys and values into Python numbers."""
+    """Turns the loaded scales of a layer's keys and values into Python numbers.
+
+    Attributes:
+        stored: whether the checkpoint had them; False until the layer was processed.
+    """
+
+    stored = False
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raises:
@@ -40,18 +43,39 @@ class KVCacheScales:
         missing = [name for name, value in scales.items() if math.isnan(value)]
         if len(missing) == 1:
             raise CheckpointError(f"layer {layer.prefix}: the checkpoint stores one KV cache scale but no {missing[0]}")
-        if missing:
-            _warn_of_missing_scales()
+        self.stored = not missing
         for name in scales:
             delattr(layer, name)
             setattr(layer, name, 1.0 if missing else scales[name])
 
 
+def check_all_or_no_scales(model: nn.Module) -> None:
+    """Compare the processed layers of ``model`` that have an fp8 KV cache; warn if the checkpoint had no scales at all.
+
+    Raises:
+        CheckpointError: some layers have scales and others have none, for which 1.0 would be a guess.
+    """
+    methods = {
+        module.prefix: module.quant_method
+        for module in model.modules()
+        if isinstance(module, RadixAttention) and module.quant_method is not None
+    }
+    without = [prefix for prefix, method in methods.items() if not method.stored]
+    if 0 < len(without) < len(methods):
+        other = next(prefix for prefix, method in methods.items() if method.stored)
+        raise CheckpointError(
+            f"layer {without[0]}: the checkpoint stores no k_scale and v_scale, but those of other layers ({other}); "
+            "store both for every layer or for none, or keep the cache in another type (--kv-cache-dtype bf16)"
+        )
+    if without:
+        logger.warning("The KV cache is in FP8, but the checkpoint stores no k_scale and v_scale; 1.0 is used.")
+
+
 class RadixAttention(nn.Module):
     """Attention of ``num_heads`` query heads over ``num_kv_heads`` cached heads (of this rank).
 
-    Where the checkpoint asks for an fp8 KV cache, ``k_scale`` and ``v_scale`` are parameters that the checkpoint
-    fills (below the names of the k and v projections) and numbers once it is loaded; else they are None.
+    Where the KV cache is in fp8, ``k_scale`` and ``v_scale`` are parameters that the checkpoint fills (below the names
+    of the k and v projections) and numbers once it is loaded; else they are None.
 
     Args:
         num_heads, num_kv_heads: of this rank; query head h reads KV head ``h // (num_heads / num_kv_heads)``.
@@ -59,7 +83,7 @@ class RadixAttention(nn.Module):
         scaling: factor on the scores.
         layer_id: which layer of the KV cache.
         sliding_window: a token sees this many tokens, itself included; None means all before it.
-        quant_config: whether the KV cache has scales.
+        kv_cache_dtype: what keys and values are stored in; only float8_e4m3fn has scales.
         prefix: the layer's name.
     """
 
@@ -74,7 +98,7 @@ class RadixAttention(nn.Module):
         num_kv_heads: int,
         layer_id: int,
         sliding_window: int | None = None,
-        quant_config: QuantizationConfig | None = None,
+        kv_cache_dtype: torch.dtype | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -85,12 +109,12 @@ class RadixAttention(nn.Module):
         self.layer_id = layer_id
         self.sliding_window = sliding_window
         self.prefix = prefix
-        if quant_config is not None and quant_config.kv_cache_dtype == torch.float8_e4m3fn:
+        self.quant_method: KVCacheScales | None = None
+        if kv_cache_dtype == torch.float8_e4m3fn:
             self.quant_method = KVCacheScales()
             for name in ("k_scale", "v_scale"):
-                register_weight(
-                    self, name, torch.full((1,), float("nan"), dtype=torch.float32), check=_check_scale, optional=True
-                )
+                unset = torch.full((1,), float("nan"), dtype=torch.float32)
+                register_weight(self, name, unset, check=check_kv_scale, optional=True)
         else:
             self.k_scale = None
             self.v_scale = None

@@ -177,7 +177,7 @@ class ModelRunner:
     ) -> LlamaForCausalLM:
         model_class = get_model_class(model_config.architecture)
         with self.device, _default_dtype(self.dtype):
-            model = model_class(model_config.hf_config, quant_config, self.tp)
+            model = model_class(model_config.hf_config, quant_config, self.tp, self.kv_cache_dtype)
         if quant_config is not None:
             quant_config.check_names(module_names(model))
         load_model(model, model_config.model_path, load_format, progress=self.tp.rank == 0)

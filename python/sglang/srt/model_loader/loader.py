@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from sglang.srt.errors import CheckpointError
+from sglang.srt.layers.linear import match_dtype
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.nvfp4 import check_global_scale
 from sglang.srt.layers.quantization.patterns import TEXT_MODEL
+from sglang.srt.layers.radix_attention import check_all_or_no_scales, check_kv_scale
 from sglang.srt.model_loader.weight_utils import iterate_tensors
 
 logger = logging.getLogger(__name__)
@@ -41,18 +44,18 @@ class Slot:
     shard_id: str | int | None
 
     def fill(self, loaded: torch.Tensor) -> None:
+        loader = getattr(self.param, "weight_loader", None)
+        if loader is None:  # loaders do this themselves
+            loaded = match_dtype(self.param, loaded)
         check = getattr(self.param, "check", None)
         problem = check(loaded) if check else None
         if problem:
             raise CheckpointError(problem)
-        loader = getattr(self.param, "weight_loader", None)
         if loader is None:
-            if loaded.numel() == 1:
+            if loaded.numel() == self.param.numel() == 1:  # a scalar may be stored as [] or as [1]
                 loaded = loaded.reshape(self.param.shape)
             if loaded.shape != self.param.shape:
                 raise CheckpointError(f"expected shape {list(self.param.shape)}, found {list(loaded.shape)}")
-            if not loaded.is_floating_point():
-                raise CheckpointError(f"expected dtype {self.param.dtype}, found {loaded.dtype}")
             self.param.data.copy_(loaded)
         elif self.shard_id is None:
             loader(self.param, loaded)
@@ -207,6 +210,10 @@ def load_weights(
 def fill_with_dummy_weights(model: nn.Module) -> None:
     """Small random values (``--load-format dummy``), made where the parameters are: to measure speed without a
     checkpoint. They follow from torch's seed and the kind of device."""
+
+    def is_scale(param: torch.Tensor) -> bool:  # of which only positive ones are legal
+        return getattr(param, "check", None) in (check_global_scale, check_kv_scale)
+
     generators: dict[torch.device, torch.Generator] = {}
     for param in model.parameters():
         device = param.device
@@ -217,7 +224,7 @@ def fill_with_dummy_weights(model: nn.Module) -> None:
             param.data.random_(0, 256, generator=generator)
         elif param.dtype == torch.float8_e4m3fn:
             param.data.copy_(torch.rand(param.shape, generator=generator, device=device))
-        elif param.dim() == 1 and not hasattr(param, "output_dim"):  # norms and per-part scales
+        elif is_scale(param) or (param.dim() == 1 and not hasattr(param, "output_dim")):  # the latter are norms
             param.data.fill_(1e-2)
         else:
             param.data.uniform_(-1e-2, 1e-2, generator=generator)
@@ -259,3 +266,4 @@ def load_model(model: nn.Module, model_path: str | Path, load_format: str = "aut
         load_weights(model, iterate_tensors(model_path, progress), process)
     for module in model.modules():
         process(module)
+    check_all_or_no_scales(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,11 +16,16 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.errors import CheckpointError
 from sglang.srt.utils.progress import progress_of
 
+logger = logging.getLogger(__name__)
+
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def safetensors_files(model_path: str | Path) -> list[Path]:
     """The weight files of a checkpoint folder: those of its index, else every ``*.safetensors`` in it.
+
+    Mistral's ``consolidated*`` files, which repeat the weights under other names, are read only where there are no
+    others, as those of a hub's model are downloaded.
 
     The file with the output head, the largest layer of many models, comes first: converting it takes as much memory
     again, of which little is in use then.
@@ -33,14 +40,19 @@ def safetensors_files(model_path: str | Path) -> list[Path]:
             weight_map = json.loads(index.read_text())["weight_map"].items()
             heads = {name for tensor, name in weight_map if tensor.endswith("lm_head.weight")}
             names = sorted({name for _, name in weight_map}, key=lambda name: (name not in heads, name))
-        except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-        files = [folder / name for name in names]
+            files = [folder / name for name in names]
+        except (ValueError, LookupError, AttributeError, TypeError, OSError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error!r}; download it again") from error
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{INDEX_NAME} lists {file.name}, which is not in {folder}")
         return files
     files = sorted(folder.glob("*.safetensors"))
+    consolidated = sorted(folder.glob("consolidated*.safetensors"))
+    if len(consolidated) < len(files):
+        files = [file for file in files if file not in consolidated]
+        for file in consolidated:
+            logger.info("%s is not read: it repeats the weights of the other files.", file)
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors file; other weight formats are not read")
     return files
@@ -56,7 +68,7 @@ def open_safetensors(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         hint = ""
-        with file.open("rb") as stream:
+        with suppress(OSError), file.open("rb") as stream:
             if stream.read(20).startswith(b"version https://git-"):
                 hint = " (it is a Git LFS pointer, not the data: run git lfs pull)"
         raise CheckpointError(f"{file} can't be read as safetensors{hint}; is it complete? {error}") from error

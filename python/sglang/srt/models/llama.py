@@ -98,6 +98,7 @@ class LlamaAttention(nn.Module):
         quant_config: QuantizationConfig | None,
         prefix: str,
         tp: TensorParallelGroup,
+        kv_cache_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         heads = config.num_attention_heads
@@ -133,7 +134,7 @@ class LlamaAttention(nn.Module):
             self.num_kv_heads,
             layer_id,
             sliding_window=switches.window(config, layer_id),
-            quant_config=quant_config,
+            kv_cache_dtype=kv_cache_dtype,
             prefix=f"{prefix}.attn",
         )
 
@@ -158,9 +159,12 @@ class LlamaDecoderLayer(nn.Module):
         quant_config: QuantizationConfig | None,
         prefix: str,
         tp: TensorParallelGroup,
+        kv_cache_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, switches, layer_id, quant_config, f"{prefix}.self_attn", tp)
+        self.self_attn = LlamaAttention(
+            config, switches, layer_id, quant_config, f"{prefix}.self_attn", tp, kv_cache_dtype
+        )
         self.mlp = LlamaMLP(config, switches, quant_config, f"{prefix}.mlp", tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -190,6 +194,7 @@ class LlamaModel(nn.Module):
         quant_config: QuantizationConfig | None,
         prefix: str,
         tp: TensorParallelGroup,
+        kv_cache_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -200,7 +205,9 @@ class LlamaModel(nn.Module):
             is_head=config.tie_word_embeddings,
         )
         layers = [
-            LlamaDecoderLayer(config, switches, layer_id, quant_config, f"{prefix}.layers.{layer_id}", tp)
+            LlamaDecoderLayer(
+                config, switches, layer_id, quant_config, f"{prefix}.layers.{layer_id}", tp, kv_cache_dtype
+            )
             for layer_id in range(config.num_hidden_layers)
         ]
         self.layers = nn.ModuleList(layers)
@@ -229,6 +236,7 @@ class LlamaForCausalLM(nn.Module):
         config: the model's transformers config.
         quant_config: decides how each linear layer is stored; None means unquantised.
         tp: the ranks that share the model.
+        kv_cache_dtype: what keys and values are stored in, whatever the checkpoint asks for; None for what it asks for.
 
     Parameters are created on torch's default device in torch's default dtype.
 
@@ -247,10 +255,13 @@ class LlamaForCausalLM(nn.Module):
         config: PretrainedConfig,
         quant_config: QuantizationConfig | None = None,
         tp: TensorParallelGroup = SINGLE,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, self.switches, quant_config, "model", tp)
+        if kv_cache_dtype is None and quant_config is not None:
+            kv_cache_dtype = quant_config.kv_cache_dtype
+        self.model = LlamaModel(config, self.switches, quant_config, "model", tp, kv_cache_dtype)
         self.lm_head: ParallelLMHead | None = None
         # A tied checkpoint may hold a head of its own nevertheless; the embedding is what its config asks for.
         self.unused_checkpoint_tensors: tuple[str, ...] = ("lm_head.*",)
