@@ -43,7 +43,9 @@ from sglang.srt.model_loader.calibration import (
     tokenize_calibration_text,
 )
 from sglang.srt.model_loader.checkpoint_reader import FLOAT_DTYPES, CheckpointReader
+from sglang.srt.model_loader.loader import load_weights
 from sglang.srt.model_loader.weight_utils import INDEX_NAME
+from sglang.srt.models.registry import get_model_class
 from sglang.srt.platforms import resolve_device
 from sglang.srt.utils.cli import ArgumentParser, run_main
 from sglang.srt.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, resolve_folder
@@ -146,6 +148,7 @@ def quantize_checkpoint(
     excluded = _excluded_modules(linears, exclude)
     quantized = [name for name in linears if name not in excluded]
     _check_tensors(source, reader, linears, quantized)
+    _check_model(source, reader, config)
     shards = _plan_shards(reader, quantized)
     bytes_after = sum(_quantized_bytes(reader, name, quantized) for name in reader.tensors)
     _check_disk_space(target, bytes_after)
@@ -232,6 +235,19 @@ def _check_tensors(source: Path, reader: CheckpointReader, linears: Sequence[str
                 f"{source}: tensor {module}.weight has {shape[1]} input features, not a multiple of {BLOCK_SIZE}; "
                 f"leave it out with --exclude '*.{module.rpartition('.')[2]}'"
             )
+
+
+def _check_model(source: Path, reader: CheckpointReader, config: ModelConfig) -> None:
+    """Let the loader judge names and shapes without values: those of the output follow from them."""
+    with torch.device("meta"):
+        model = get_model_class(config.architecture)(config.hf_config)
+        stored = (
+            (name, torch.empty(info.shape, dtype=FLOAT_DTYPES[info.dtype])) for name, info in reader.tensors.items()
+        )
+        try:
+            load_weights(model, stored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{source} is not what its config.json says: {error}") from error
 
 
 def _quantized_bytes(reader: CheckpointReader, name: str, quantized: Sequence[str]) -> int:
