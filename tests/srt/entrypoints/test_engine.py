@@ -1,7 +1,11 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -65,6 +69,29 @@ def test_closing_a_stream_aborts(engine: Engine) -> None:
     assert (state["#running"], state["aborted"]) == (0, 2)
 
 
+def test_cancelling_a_stream_aborts(engine: Engine) -> None:
+    before = engine.get_server_info()["internal_states"][0]["aborted"]
+
+    async def consume() -> None:
+        async for _ in await engine.async_generate("hello", {"max_new_tokens": 2000}, stream=True):
+            pass
+
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(consume(), 0.1)
+        for wait in (0, 0.1):
+            task = asyncio.ensure_future(consume())
+            await asyncio.sleep(wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    state = engine.get_server_info()["internal_states"][0]
+    assert state["#running"] == 0
+    assert before + 2 <= state["aborted"] <= before + 3  # one may not have got as far as the scheduler
+
+
 def test_abort_flush_and_information(engine: Engine) -> None:
     info = engine.get_server_info()
     assert info["model_path"] == str(FIXTURE) and info["internal_states"][0]["#running"] == 0
@@ -121,3 +148,78 @@ def test_death_of_the_scheduler_and_shutdown() -> None:
     engine.shutdown()
     engine.shutdown()
     assert not engine._thread.is_alive()
+
+
+LONG = {"max_new_tokens": 1000, "ignore_eos": True}
+
+
+def _whole(engine: Engine) -> Any:
+    return engine.generate("hello", LONG)
+
+
+def _streamed(engine: Engine) -> Any:
+    return list(engine.generate("hello", LONG, stream=True))
+
+
+def _awaited(engine: Engine) -> Any:
+    async def main() -> Any:
+        return await engine.async_generate("hello", LONG)
+
+    return asyncio.run(main())
+
+
+def _awaited_stream(engine: Engine) -> Any:
+    async def main() -> Any:
+        return [chunk async for chunk in await engine.async_generate("hello", LONG, stream=True)]
+
+    return asyncio.run(main())
+
+
+def _flush(engine: Engine) -> Any:
+    return engine.flush_cache(timeout=1000)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_runs_when_the_engine_is_shut_down_gets_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Callable[[Engine], Any]] = [_whole, _streamed, _awaited, _awaited_stream, _flush]
+    engine = Engine(_run_scheduler=run_fake_scheduler, **{**ARGUMENTS, "random_seed": 10})
+    idle, abandoned = (engine.generate("hello", LONG, stream=True) for _ in range(2))
+    next(idle), next(abandoned)
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(call, engine) for call in calls]
+        while engine.get_server_info()["internal_states"][0]["#running"] < len(calls) + 1:
+            time.sleep(0.01)
+        engine.shutdown()
+        for each in running:
+            with pytest.raises(ServiceError, match="The engine was shut down"):
+                each.result(timeout=10)
+        for call in calls:  # and who comes later
+            with pytest.raises(ServiceError, match="The engine was shut down"):
+                call(engine)
+    with pytest.raises(ServiceError, match="The engine was shut down"):
+        next(idle)
+    abandoned.close()
+    assert not caplog.records
+    assert not engine._thread.is_alive()
+
+
+def test_shutdown_while_a_prompt_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **others: Any) -> list[int]:
+        begun.set()
+        go_on.wait(30)
+        return [70]
+
+    engine = Engine(_run_scheduler=run_fake_scheduler, **ARGUMENTS)
+    monkeypatch.setattr("sglang.srt.managers.tokenizer_manager._TOKENIZE_IN_THREAD", 0)
+    monkeypatch.setattr("sglang.srt.managers.tokenizer_manager.encode", slow)
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(call, engine) for call in (_whole, _awaited, _awaited_stream)]
+        begun.wait(30)
+        time.sleep(0.1)
+        engine.shutdown()
+        for each in running:
+            with pytest.raises(ServiceError, match="The engine was shut down"):
+                each.result(timeout=10)
+        go_on.set()

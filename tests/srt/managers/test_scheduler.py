@@ -1,9 +1,11 @@
 import random
+import time
 
 import pytest
 from fake_model import EOS, Harness, next_token
 
 from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.io_struct import ControlReply, GetInternalStateReq
 
 pytestmark = pytest.mark.usefixtures("each_loop")
 
@@ -324,3 +326,39 @@ def test_an_abort_lets_the_next_one_in() -> None:
     assert len(h.results[second].output_ids) == 1
     h.run()
     h.check_results()
+
+
+def test_a_client_with_thousands_of_requests_hangs_up() -> None:
+    h = Harness()
+    rids = [h.add([2, 3], 5) for _ in range(16000)]
+    other = h.add([4, 5], 5, ignore_eos=True)
+    h.step()
+    assert len(h.scheduler.waiting_queue) > 15900
+    for rid in rids:
+        h.abort(rid)
+    began = time.process_time()
+    h.step()
+    assert time.process_time() - began < 2, "each abort has looked through the whole queue"
+    h.run()
+    h.check_results()
+    assert all(h.results[rid].finish_reason is not None for rid in rids)
+    assert len(h.results[other].output_ids) == 5
+
+
+def test_aborts_count_for_what_comes_behind_them() -> None:
+    h = Harness(rows=1, max_queued=1)
+    running = h.add([2, 3], 50, ignore_eos=True)
+    h.step()
+    first = h.add([4, 5], 5)
+    h.step()
+    h.abort(first)
+    second = h.add([6, 7], 5, ignore_eos=True)  # into the place of the first
+    h.abort(running)
+    h.abort("unknown")
+    h.channel.inbox.append(GetInternalStateReq(call_id="x"))
+    h.step()
+    (reply,) = (m for m in h.channel.sent if isinstance(m, ControlReply))
+    assert (reply.data["#running"], reply.data["#waiting"]) == (0, 1)
+    h.run()
+    h.check_results()
+    assert len(h.results[second].output_ids) == 5

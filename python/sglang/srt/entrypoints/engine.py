@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,12 +16,15 @@ from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.entrypoints.scheduler_process import RunScheduler
 from sglang.srt.errors import ArgumentError
 from sglang.srt.managers.generate_request import parse_generate_request
+from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.scheduler_main import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import close, last
 from sglang.srt.managers.weight_update_request import parse_update_weights_request
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
+
+_SHUT_DOWN = "The engine was shut down."
 
 
 class Engine:
@@ -46,12 +51,17 @@ class Engine:
         # Handlers are the caller's; a library has no say in them.
         logging.getLogger("sglang").setLevel(self.server_args.log_level.upper())
         self._runtime = Runtime(self.server_args, _run_scheduler)
+        # Work is handed to the loop under the first, so that none comes behind what ends the loop. Reentrant, as a
+        # signal's handler may shut down.
+        self._handing_over, self._shutting_down = threading.RLock(), threading.RLock()
+        self._started = self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
         try:
             self._run(self._runtime.start())
+            self._started = True
         except BaseException:
             self.shutdown()
             raise
@@ -127,7 +137,8 @@ class Engine:
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(close(outputs))
+            with contextlib.suppress(ServiceError):  # shutting down has closed it
+                self._run(close(outputs))
 
     async def _iterate_async(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         try:
@@ -137,19 +148,35 @@ class Engine:
                 except StopAsyncIteration:
                     return
         finally:
-            await self._submit(close(outputs))
+            with contextlib.suppress(ServiceError):  # as above
+                await self._submit(close(outputs))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """``work`` in the runtime's loop, awaitable in the caller's."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return asyncio.wrap_future(self._hand_over(work))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work`` in the runtime's loop; an interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._hand_over(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            raise
+
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._handing_over:
+            if self._stopped:
+                work.close()
+                raise ServiceError(_SHUT_DOWN)
+            return asyncio.run_coroutine_threadsafe(self._until_shutdown(work), self._loop)
+
+    async def _until_shutdown(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._stopped:  # else it is the caller who cancels
+                raise ServiceError(_SHUT_DOWN) from None
             raise
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
@@ -195,14 +222,24 @@ class Engine:
     def shutdown(self) -> None:
         """End the scheduler process; what still runs gets an error. Safe to call twice, and called at exit."""
         atexit.unregister(self.shutdown)
-        if self._thread.is_alive():
-            self._run(self._stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        with self._shutting_down:
+            with self._handing_over:
+                self._stopped = True
+            if self._thread.is_alive():
+                asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     async def _stop(self) -> None:
+        if self._started:
+            self._runtime.manager.scheduler_died(_SHUT_DOWN)
         self._runtime.stop()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     def __enter__(self) -> Engine:
         return self

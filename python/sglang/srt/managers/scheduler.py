@@ -109,6 +109,7 @@ class Scheduler:
         self._sent_load = LoadSnapshot()
         self.shutdown_requested = False
         self._outbox: list[ReqOutput] = []
+        self._aborts: dict[str, AbortReq] = {}
 
     # The loop
 
@@ -126,6 +127,7 @@ class Scheduler:
             self.metrics.exclude_idle_time(time.perf_counter() - began)
         for message in messages:
             self.process_input_request(message)
+        self._abort_requests()
         batch = self.get_next_batch_to_run()
         if batch is None:
             self.on_idle()
@@ -181,11 +183,15 @@ class Scheduler:
     # Messages
 
     def process_input_request(self, message: ToScheduler) -> None:
+        """Aborts are collected, and done with the first message that could notice or at the end: one alone would have
+        to look through everything, and a client may abort thousands."""
+        if not isinstance(message, (AbortReq, TokenizedGenerateReqInput)):
+            self._abort_requests()
         match message:
             case TokenizedGenerateReqInput():
                 self._add_request(message)
             case AbortReq():
-                self._abort_request(message)
+                self._aborts.setdefault(message.rid, message)
             case LoadVocabularyReq():
                 self.grammars.load_vocabulary(message)
             case LoadGrammarReq():
@@ -202,13 +208,15 @@ class Scheduler:
 
     def _add_request(self, recv: TokenizedGenerateReqInput) -> None:
         prompt_len, wanted = len(recv.input_ids), recv.sampling_params.max_new_tokens
+        if self._queue_is_full():
+            self._abort_requests()  # which may make room
         room = max(self.max_req_len - prompt_len, 0)
         req = Req(recv, room if wanted is None else min(wanted, room), self.model_config.eos_token_ids)
         if not 1 <= prompt_len <= self.max_req_input_len:
             message = f"The prompt has {prompt_len} tokens; it must have 1 to {self.max_req_input_len}."
             req.abort(message, status_code=400)
             self._outbox.append(req.take_output())
-        elif self.max_queued_requests is not None and len(self.waiting_queue) >= self.max_queued_requests:
+        elif self._queue_is_full():
             req.abort("The request queue is full.", status_code=503)
             self._outbox.append(req.take_output())
         elif recv.grammar is not None and not self._start_grammar(req, recv.grammar):
@@ -217,20 +225,25 @@ class Scheduler:
         else:
             self.waiting_queue.append(req)
 
+    def _queue_is_full(self) -> bool:
+        return self.max_queued_requests is not None and len(self.waiting_queue) >= self.max_queued_requests
+
     def _start_grammar(self, req: Req, number: int) -> bool:
         req.grammar = self.grammars.start(number, req.sampling_params)
         return req.grammar is not None
 
-    def _abort_request(self, recv: AbortReq) -> None:
+    def _abort_requests(self) -> None:
+        aborts, self._aborts = self._aborts, {}
+        if not aborts:
+            return
         for req in (*self.waiting_queue, *self._active_reqs()):
-            if req.rid != recv.rid:
+            if (recv := aborts.get(req.rid)) is None:
                 continue
             req.abort(recv.message, status_code=recv.status_code)
-            if req.req_pool_idx is None:
-                self.waiting_queue.remove(req)
-            else:
+            if req.req_pool_idx is not None:
                 self._release(req)
             self._outbox.append(req.take_output())
+        self.waiting_queue = deque(req for req in self.waiting_queue if not req.finished())
 
     def _release(self, req: Req) -> None:
         self.pools.release(req)

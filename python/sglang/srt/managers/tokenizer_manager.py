@@ -14,6 +14,7 @@ import msgspec
 
 from sglang.srt.constrained.grammar_manager import Grammar, GrammarManager
 from sglang.srt.errors import RequestError
+from sglang.srt.managers.aborts import ABORTED, Preparations, end_with, is_named
 from sglang.srt.managers.detokenizer import TokenDecoder
 from sglang.srt.managers.generate_request import GenerateBatch, GenerateRequest, new_rid
 from sglang.srt.managers.hf_tokenizer import encode
@@ -69,6 +70,7 @@ class TokenizerManager:
         self._channel = channel
         self._states: dict[str, tuple[ReqState, RequestGroup]] = {}
         self._rids: dict[str, ReqState] = {}
+        self._preparations = Preparations()
         self._calls: dict[str, asyncio.Future[ControlReply]] = {}
         self._refusal: ServiceError | None = None
         self._idle = asyncio.Event()
@@ -99,15 +101,16 @@ class TokenizerManager:
         """
         if self._refusal is not None:
             raise self._refusal
-        prepared = await self._tokenize_all(requests)
-        limits = Limits(self.vocab_size, self.context_len, self.max_req_input_len)
-        messages = []
-        for request, ids in prepared:
-            messages.append(tokenized_request(request, ids, limits))
-            await asyncio.sleep(0)  # as above
-        grammars = await asyncio.gather(*(self._grammar(request.sampling_params) for request in requests))
-        while not self._no_update.is_set():
-            await self._no_update.wait()
+        with self._preparations.of(requests) as aborted:
+            prepared = await self._tokenize_all(requests)
+            limits = Limits(self.vocab_size, self.context_len, self.max_req_input_len)
+            messages = []
+            for request, ids in prepared:
+                messages.append(tokenized_request(request, ids, limits))
+                await asyncio.sleep(0)  # others have their turn between the sequences of a batch
+            grammars = await asyncio.gather(*(self._grammar(request.sampling_params) for request in requests))
+            while not self._no_update.is_set():
+                await self._no_update.wait()
         # Nothing below waits, so that no update of the weights can begin before these requests are known.
         for request in requests:
             if request.rid in self._rids:
@@ -124,10 +127,13 @@ class TokenizerManager:
             self._rids[state.request.rid] = state
             for observer in self._observers_of(group):
                 observer.received(state, stream)
+            self._idle.clear()
+            if state.request.rid in aborted:
+                self._abort(state, ABORTED, sent=False)
+                continue
             if grammar is not None:
                 self._send_grammar(grammar, message)
             self._channel.send(message)
-        self._idle.clear()
         return group
 
     async def generate(self, batch: GenerateBatch, *, log_metrics: bool = True) -> AsyncIterator[Any]:
@@ -162,15 +168,15 @@ class TokenizerManager:
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> None:
         """End the requests called ``rid`` (or all) with what they have; unknown names are ignored, they may just have
         finished. ``rid`` also names all sequences of a batch that was given this one name."""
-        reason = {"type": "abort", "message": "Aborted by an abort request."}
-        for name, state in list(self._rids.items()):
-            if abort_all or name == rid or (rid and name.rpartition("_")[0] == rid):
-                self._abort(state, reason)
+        self._preparations.abort(is_meant := is_named(rid, abort_all=abort_all))
+        for state in [state for name, state in self._rids.items() if is_meant(name)]:
+            self._abort(state, ABORTED)
 
-    def _abort(self, state: ReqState, reason: dict[str, Any]) -> None:
+    def _abort(self, state: ReqState, reason: dict[str, Any], *, sent: bool = True) -> None:
         _, group = self._states[state.rid]
-        self._channel.send(AbortReq(rid=state.rid))
-        state.end(reason)
+        if sent:  # else the scheduler has never seen it
+            self._channel.send(AbortReq(rid=state.rid))
+        end_with(state, reason)
         self._forget(state, group)
         group.notify(state)
 
@@ -194,7 +200,7 @@ class TokenizerManager:
             ids = known.get(key) if request.input_ids is None else None
             if ids is None:
                 ids = await self._tokenize(request)
-                await asyncio.sleep(0)  # others have their turn between the sequences of a batch
+                await asyncio.sleep(0)  # as above
                 known[key] = ids
             prepared.append((request, ids))
             params = request.sampling_params
@@ -314,7 +320,8 @@ class TokenizerManager:
             self._no_update.clear()
             try:
                 if abort_all_requests:
-                    self.abort_request(abort_all=True)
+                    for state in list(self._rids.values()):  # not those that will get the new weights
+                        self._abort(state, ABORTED)
                 await self._idle.wait()
                 if self._refusal is not None:
                     raise self._refusal
@@ -387,5 +394,7 @@ async def last(outputs: AsyncIterator[T]) -> T:
 
 async def close(outputs: AsyncIterator[Any]) -> None:
     """Close an asynchronous generator now, not when it is collected."""
+    while getattr(outputs, "ag_running", False):  # it was cancelled and has yet to notice
+        await asyncio.sleep(0)
     if (aclose := getattr(outputs, "aclose", None)) is not None:
         await aclose()
