@@ -39,8 +39,8 @@ class Oracle:
     """The layers of one safetensors file.
 
     Args:
-        activation: how NVFP4 layers treat their input, by name: "static", "dynamic" or "none". Default: static where
-            the file has an input scale.
+        activation: how NVFP4 and FP8 layers treat their input, by name: "static", "dynamic" or "none". Default:
+            static where the file has an input scale.
     """
 
     def __init__(self, file: Path, activation: Callable[[str], str] | None = None) -> None:
@@ -94,8 +94,11 @@ class Oracle:
             kind, a = self.kind(name), x
             if name + ".pre_quant_scale" in self.tensors:
                 a = rounded(x.astype(np.float32) * self.tensors[name + ".pre_quant_scale"][1].astype(np.float32), dtype)
-            if kind == "fp8":
-                scale = np.float32(max(self.scalar(part + ".input_scale") for part in sharing))
+            if kind == "fp8" and self.activation(name) != "none":
+                if self.activation(name) == "dynamic":
+                    scale = np.maximum(np.abs(a).max(-1, keepdims=True) / np.float32(448), np.finfo(np.float32).tiny)
+                else:
+                    scale = np.float32(max(self.scalar(part + ".input_scale") for part in sharing))
                 a = ref.E4M3[ref.e4m3_byte(a.astype(np.float32) / scale)] * np.float64(scale)
             elif kind == "nvfp4" and self.activation(name) == "static":
                 inverse, scale_64 = min(self.scales(part) for part in sharing)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, base, ct_twin
+from checkpoints import Checkpoint, base, copy_of, ct_twin
 from harness import assert_layers_match, assert_refused, linear_layers, load, logits_of
 from oracle import Oracle, relative_error
 
@@ -210,3 +210,107 @@ def test_a18_group_size_and_padded_scales(written: Written) -> None:
 def test_quantization_flag_overrides_to_weight_only(written: Written) -> None:
     """Not a public row: the documented meaning of ``--quantization w4a16_nvfp4`` for a W4A4 file."""
     assert_layers_match(written(base()), none, quantization="w4a16_nvfp4")
+
+
+def fp8_beside_nvfp4() -> Checkpoint:
+    """FP8 attention with one scale a tensor, the head in bf16."""
+    checkpoint = base()
+    checkpoint.make_fp8("*self_attn*")
+    table = {name: "NVFP4" if "mlp" in name else "FP8" for name in checkpoint.layers("*")}
+    checkpoint.hf_quant_config = mixed(table)
+    return checkpoint
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_flag_leaves_activations_of_fp8_layers_alone_too(tp_size: int, written: Written) -> None:
+    checkpoint = fp8_beside_nvfp4()
+    folder = written(checkpoint)
+    kept = assert_layers_match(folder, none, quantization="w4a16_nvfp4", tp_size=tp_size)
+    assert not torch.equal(kept, assert_layers_match(folder, dtypes=["float32"], tp_size=tp_size))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_dynamic_activation_scales_are_those_of_fp8_layers_too(tp_size: int, written: Written) -> None:
+    checkpoint = fp8_beside_nvfp4()
+    checkpoint.section["activation_scheme"] = "dynamic"
+    for name in checkpoint.names("*.input_scale"):
+        checkpoint.tensors[name] = torch.tensor(1.0)
+    assert_layers_match(written(checkpoint), lambda name: "dynamic", tp_size=tp_size)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn", "model.layers.1.mlp", "model.norm"]
+)
+def test_a_table_may_not_name_what_is_not_quantised_so(name: str, written: Written) -> None:
+    checkpoint = base()
+    checkpoint.make_plain("model.layers.1.*")
+    table = dict.fromkeys(checkpoint.layers("model.layers.0.*"), "NVFP4")
+    checkpoint.hf_quant_config = mixed({**table, name: "FP8" if "mlp" in name or "norm" in name else "NVFP4"})
+    words = (
+        (name,)
+        if not name.endswith("qkv_proj")
+        else ("model.layers.1.self_attn.", "_proj.weight: expected dtype torch.uint8, found torch.bfloat16")
+    )
+    assert_refused(written(checkpoint), *words)
+
+
+@pytest.mark.parametrize("named", ["fused", "parts"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_fused_layer_that_is_stored_whole_in_fp8(named: str, tp_size: int, written: Written) -> None:
+    """By its own name in the table, or by its parts' names."""
+    source = fp8_beside_nvfp4()
+    parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    fused = "model.layers.0.self_attn.qkv_proj"
+    for tensor in ("weight_scale", "input_scale"):
+        for part in parts:
+            source.tensors[f"{part}.{tensor}"] = source.tensors[f"{parts[0]}.{tensor}"].clone()
+    whole = copy_of(source)
+    whole.tensors[f"{fused}.weight"] = torch.cat([whole.tensors.pop(f"{part}.weight") for part in parts])
+    for tensor in ("weight_scale", "input_scale"):
+        whole.tensors[f"{fused}.{tensor}"] = source.tensors[f"{parts[0]}.{tensor}"]
+        whole.drop(f"model.layers.0.self_attn.[qkv]_proj.{tensor}")
+    table = whole.section["quantized_layers"]
+    if named == "fused":
+        for part in parts:
+            del table[part]
+        table[fused] = {"quant_algo": "FP8"}
+    assert_layers_match(written(whole), source=written(source), tp_size=tp_size)
+
+
+def test_a_table_names_a_layer_once(written: Written) -> None:
+    checkpoint = fp8_beside_nvfp4()
+    fused = "model.layers.0.self_attn.qkv_proj"
+    checkpoint.section["quantized_layers"][fused] = {"quant_algo": "NVFP4"}
+    assert_refused(written(checkpoint), f"names {fused}", "otherwise too")
+    del checkpoint.section["quantized_layers"]["model.layers.0.self_attn.k_proj"]
+    checkpoint.section["quantized_layers"][fused] = {"quant_algo": "FP8"}  # what the table says of k_proj now
+    assert_layers_match(written(checkpoint))
+
+
+@pytest.mark.parametrize("missing", ["gate_proj", "up_proj", "k_proj"])
+def test_a5_awq_pre_scale_of_some_parts_only(missing: str, written: Written) -> None:
+    checkpoint = base()
+    checkpoint.section["quant_algo"] = "NVFP4_AWQ"
+    g = torch.Generator().manual_seed(1)
+    for name in checkpoint.layers("model.layers.0.*"):
+        if not name.endswith(missing):
+            k = checkpoint.shape.linears()[name][1]
+            checkpoint.tensors[f"{name}.pre_quant_scale"] = torch.exp2(torch.rand(k, generator=g) * 4 - 2)
+    parent = "self_attn" if missing == "k_proj" else "mlp"
+    assert_refused(written(checkpoint), f"lacks model.layers.0.{parent}.{missing}.pre_quant_scale, while other parts")
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "awq"])
+def test_a_left_over_modelopt_file(method: str, written: Written, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = ct_twin(base())
+    expected = logits_of(written(checkpoint))
+    checkpoint.hf_quant_config = base().hf_quant_config
+    checkpoint.config["quantization_config"]["quant_method"] = method
+    folder = written(checkpoint)
+    if method == "awq":
+        assert_refused(folder, "quant_method 'awq' is not served")
+    else:
+        assert torch.equal(logits_of(folder), expected)
+    assert f"hf_quant_config.json is not read: the quant_method in config.json's quantization_config is {method!r}" in (
+        caplog.text
+    )

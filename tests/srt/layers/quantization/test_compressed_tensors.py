@@ -35,6 +35,7 @@ QKV, O_PROJ, GATE_UP, DOWN = (
 )
 W4A4, W4A16 = "NVFP4 (activation scales: static)", "NVFP4 (activation scales: none)"
 W8A8, NONE = "FP8 (activation scales: static)", "not quantised"
+W8A16 = "FP8 (activation scales: none)"
 W8A8_DYNAMIC = "FP8 with a scale per channel (activation scales: dynamic)"
 
 
@@ -184,6 +185,22 @@ def test_names_that_match_no_layer() -> None:
         parse((NVFP4, ["Linear"]), ignore=["lm_head", "model.layers.7"]).check_names(names)
 
 
+@pytest.mark.parametrize("target", ["model.norm", "re:.*norm$", "model.embed_tokens"])
+def test_targets_that_are_no_linear_layers(target: str) -> None:
+    config = parse((NVFP4, [QKV, "model.layers.0.mlp", "re:.*o_proj"]), (FP8, [target]))
+    names = {QKV, O_PROJ, GATE_UP, DOWN, *(QKV.replace("qkv", part) for part in "qkv"), "model.norm"}
+    for name in (QKV, O_PROJ, GATE_UP, DOWN):
+        config.get_quant_method(nn.Module(), name)
+    with pytest.raises(
+        CheckpointError, match=r"group_1 targets '.*', which matches no layer of this model that can be"
+    ):
+        config.check_names({*names, "model.embed_tokens"})
+    same = parse((NVFP4, [QKV, "model.layers.0.mlp", "re:.*o_proj"]))
+    for name in (QKV, O_PROJ, GATE_UP, DOWN):
+        same.get_quant_method(nn.Module(), name)
+    same.check_names(names)
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("path", "value", "words"),
@@ -287,13 +304,17 @@ def test_flag_and_checkpoint() -> None:
         assert scheme(get(flag, a16), DOWN) == W4A16
     mixed = raw((NVFP4, ["Linear"]), (FP8, [O_PROJ]), (A16, [DOWN]))
     assert [scheme(get("nvfp4", mixed), name) for name in (QKV, O_PROJ, DOWN)] == [W4A4, W8A8, W4A16]
-    assert [scheme(get("w4a16_nvfp4", mixed), name) for name in (QKV, O_PROJ, DOWN)] == [W4A16, W8A8, W4A16]
+    assert [scheme(get("w4a16_nvfp4", mixed), name) for name in (QKV, O_PROJ, DOWN)] == [W4A16, W8A16, W4A16]
+    channels = raw((NVFP4, ["Linear"]), (FP8_DYNAMIC, [O_PROJ]))
+    said = scheme(get("w4a16_nvfp4", channels), O_PROJ)
+    assert said == "FP8 with a scale per channel (activation scales: none)"
 
 
 @pytest.mark.parametrize(
     ("flag", "config", "words"),
     [
         ("nvfp4", raw((A16, ["Linear"])), "the checkpoint is weight-only"),
+        ("nvfp4", raw((A16, ["Linear"]), (FP8, [O_PROJ])), "the checkpoint is weight-only in its NVFP4 layers"),
         ("modelopt", CONFIG, "the checkpoint is a compressed-tensors one; leave the flag out or use compressed"),
         ("modelopt_fp4", CONFIG, "the checkpoint is a compressed-tensors one"),
         ("w4a16_nvfp4", raw((FP8, ["Linear"])), "has no NVFP4 layer"),

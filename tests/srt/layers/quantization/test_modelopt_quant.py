@@ -19,6 +19,7 @@ from sglang.srt.layers.quantization.modelopt_quant import (
 from sglang.srt.layers.quantization.nvfp4 import Activation
 from sglang.srt.layers.quantization.nvfp4_online import OnlineNvFp4Config, OnlineNvFp4LinearMethod
 from sglang.srt.layers.quantization.patterns import ModulePatterns
+from sglang.srt.layers.quantization.split import SplitLinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -73,9 +74,13 @@ def test_mixed_layers() -> None:
 
 def test_disagreement_has_a_winner_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     own, flat = both_files("nvfp4")
-    config = find_modelopt_config(own, {**flat, "quant_algo": "W4A16_NVFP4"})
-    assert config.quant_algo == "NVFP4"
+    config = find_modelopt_config(own, {**flat, "ignore": []})
+    assert config.exclude.match("lm_head")
     assert "disagree" in caplog.text and "hf_quant_config.json" in caplog.text
+    caplog.clear()
+    own["quantization"]["activation_scheme"] = "dynamic"
+    assert find_modelopt_config(own, flat).activation_of("NVFP4") is Activation.DYNAMIC
+    assert "dynamic activation scales" in caplog.text and "static activation scales" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -200,9 +205,58 @@ def test_flag_and_checkpoint() -> None:
         get(None, None, {"quant_method": "awq"})
 
 
-def test_mixed_uses_fp8_method() -> None:
-    config = find_modelopt_config(*both_files("mixed"))
-    assert isinstance(config.get_quant_method(nn.Module(), LAYERS[0]), Fp8LinearMethod)
+@pytest.mark.parametrize(
+    ("flag", "scheme", "activation"),
+    [(None, "static", "static"), ("w4a16_nvfp4", "static", "none"), (None, "dynamic", "dynamic")],
+)
+def test_fp8_layers_treat_their_input_as_flag_and_scheme_say(flag: str | None, scheme: str, activation: str) -> None:
+    own, flat = both_files("mixed")
+    own["quantization"]["activation_scheme"] = scheme
+    method = get(flag, own, flat).get_quant_method(nn.Module(), LAYERS[0])
+    assert isinstance(method, Fp8LinearMethod) and method.activation.value == activation
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "flag", "words"),
+    [
+        (["FP8"], "nvfp4", "has no NVFP4 layer"),
+        (["FP8"], "w4a16_nvfp4", "has no NVFP4 layer"),
+        (["FP8", "W4A16_NVFP4"], "nvfp4", "weight-only in its NVFP4 layers"),
+    ],
+)
+def test_flag_and_the_algorithms_of_a_table(algorithms: list[str], flag: str, words: str) -> None:
+    table = {f"model.layers.{i}.mlp.down_proj": {"quant_algo": algorithm} for i, algorithm in enumerate(algorithms)}
+    own = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": table}}
+    assert get(None, own).algorithms == set(algorithms)
+    with pytest.raises(ArgumentError, match=f"--quantization {flag}: .*{words}"):
+        get(flag, own)
+
+
+def test_a_table_may_name_a_fused_layer() -> None:
+    def mixed(**layers: str) -> ModelOptFp4Config:
+        return ModelOptFp4Config("MIXED_PRECISION", quantized_layers={f"a.{k}": v for k, v in layers.items()})
+
+    names = {"a", "a.qkv_proj", "a.q_proj", "a.k_proj", "a.v_proj"}
+    config = mixed(qkv_proj="FP8")
+    assert methods(config, ["a.qkv_proj", "a.k_proj"]) == ["Fp8LinearMethod"] * 2
+    config.check_names(names)
+    config = mixed(qkv_proj="FP8", k_proj="NVFP4")
+    method = config.get_quant_method(nn.Module(), "a.qkv_proj")
+    assert isinstance(method, SplitLinearMethod)
+    assert method.kinds == {"a.q_proj": "FP8", "a.k_proj": "NVFP4", "a.v_proj": "FP8"}
+    config.check_names(names)
+    config = mixed(qkv_proj="FP8", q_proj="NVFP4", k_proj="NVFP4", v_proj="NVFP4")
+    assert methods(config, ["a.qkv_proj"]) == ["ModelOptFp4LinearMethod:static"]
+    with pytest.raises(CheckpointError, match="names a.qkv_proj, which is no linear layer, or one that"):
+        config.check_names(names)
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.embed_tokens", "model.layers.0.self_attn", "model"])
+def test_a_table_may_not_name_what_is_no_linear_layer(name: str) -> None:
+    config = ModelOptFp4Config("MIXED_PRECISION", quantized_layers={name: "FP8"})
+    assert methods(config, LAYERS) == ["UnquantizedLinearMethod"] * len(LAYERS)
+    with pytest.raises(CheckpointError, match=f"names {name}, which is no linear layer"):
+        config.check_names({*LAYERS, "model", "model.norm", "model.embed_tokens", "model.layers.0.self_attn"})
 
 
 NAMES = {

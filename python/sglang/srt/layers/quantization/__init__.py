@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from sglang.srt.errors import ArgumentError, CheckpointError
@@ -53,7 +54,7 @@ def get_quantization(model_config: ModelConfig, server_args: ServerArgs) -> Quan
     if config is None and stored is not None and method == "compressed-tensors":
         config = CompressedTensorsConfig.from_config(stored, weight_only)
     if config is not None:
-        _check_flag(flag, config.get_name(), config.quant_algo)
+        _check_flag(flag, config.get_name(), config.algorithms)
         return config
     if stored is not None:
         raise CheckpointError(
@@ -71,17 +72,21 @@ def get_quantization(model_config: ModelConfig, server_args: ServerArgs) -> Quan
     return OnlineNvFp4Config(weight_only)
 
 
-def _check_flag(flag: str | None, method: str, algorithm: str | None) -> None:
-    """Whether ``flag`` is what a checkpoint of this method (by its name in ``--quantization``) can be served as."""
+def _check_flag(flag: str | None, method: str, algorithms: Collection[str]) -> None:
+    """Whether ``flag`` is what a checkpoint of this method (by its name in ``--quantization``), whose layers have these
+    algorithms, can be served as."""
     kind = _CHECKPOINT_METHODS[method]
     if flag in _CHECKPOINT_METHODS and _CHECKPOINT_METHODS[flag] != kind:
         raise ArgumentError(
             f"--quantization {flag}: the checkpoint is a {kind} one; leave the flag out or use {method}"
         )
-    if flag == "nvfp4" and algorithm == "W4A16_NVFP4":
+    nvfp4 = {algorithm for algorithm in algorithms if "NVFP4" in algorithm}
+    if flag in ("nvfp4", "w4a16_nvfp4") and not nvfp4:
         raise ArgumentError(
-            "--quantization nvfp4: the checkpoint is weight-only (W4A16_NVFP4) and has no activation scales; "
-            "leave the flag out or use w4a16_nvfp4"
+            f"--quantization {flag}: the checkpoint is quantised but has no NVFP4 layer; leave the flag out"
         )
-    if flag in ("nvfp4", "w4a16_nvfp4") and algorithm in ("FP8", None):
-        raise ArgumentError(f"--quantization {flag}: the checkpoint is quantised but has no NVFP4 layer")
+    if flag == "nvfp4" and nvfp4 == {"W4A16_NVFP4"}:
+        raise ArgumentError(
+            "--quantization nvfp4: the checkpoint is weight-only in its NVFP4 layers (W4A16_NVFP4), which have no "
+            "activation scales; leave the flag out or use w4a16_nvfp4"
+        )

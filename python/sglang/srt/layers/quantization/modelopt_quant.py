@@ -11,9 +11,17 @@ from torch import nn
 
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.quantization.base_config import PACKED_MODULES, LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.compressed_tensors.schemes import require
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.modelopt_checks import (
+    EXCLUDE_KEYS,
+    check_entry,
+    check_groups,
+    check_keys_beside,
+    check_layout,
+    kv_cache_algorithm,
+)
 from sglang.srt.layers.quantization.nvfp4 import MODELOPT_AWQ_NAMES, MODELOPT_NAMES, Activation, NvFp4LinearMethod
-from sglang.srt.layers.quantization.nvfp4_utils import BLOCK_SIZE
 from sglang.srt.layers.quantization.patterns import ModulePatterns, may_be_absent, spellings
 from sglang.srt.layers.quantization.split import SplitLinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -22,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 LAYER_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8")
 MODEL_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION")
-EXCLUDE_KEYS = ("exclude_modules", "ignore", "ignored_layers", "modules_to_not_convert")
+
+_OWN_FILE = "hf_quant_config.json"
+_IN_CONFIG = "config.json's quantization_config"
 
 
 class ModelOptFp4LinearMethod(NvFp4LinearMethod):
@@ -40,10 +50,14 @@ class ModelOptFp4Config(QuantizationConfig):
     Args:
         quant_algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ or MIXED_PRECISION (then ``quantized_layers`` decides).
         exclude_modules: names, globs and ``re:`` expressions of layers that are not quantised.
-        quantized_layers: layer name to algorithm; other layers are not quantised. None where the whole model is.
+        quantized_layers: layer name (of a fused layer, too) to algorithm; other layers are not quantised. None where
+            the whole model is.
         kv_cache_quant_algo: "FP8" or None.
-        dynamic_activations: compute the activation scale from each call's input.
-        weight_only: leave activations alone whatever the checkpoint says.
+        dynamic_activations: compute the activation scale from each call's input (in FP8 layers from each row of it).
+        weight_only: leave activations alone whatever the checkpoint says, in FP8 layers too.
+
+    Attributes:
+        algorithms: those of the layers.
 
     Raises:
         CheckpointError: an algorithm that is not served, named with its layer.
@@ -78,59 +92,80 @@ class ModelOptFp4Config(QuantizationConfig):
         self.kv_cache_quant_algo = kv_cache_quant_algo
         self.dynamic_activations = dynamic_activations
         self.weight_only = weight_only
+        self.algorithms = frozenset([quant_algo] if quantized_layers is None else quantized_layers.values())
+        self._names_read: set[str] = set()
 
     @classmethod
     def get_name(cls) -> str:
         return "modelopt_fp4"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], weight_only: bool = False) -> ModelOptFp4Config:
+    def from_config(
+        cls, config: Mapping[str, Any], weight_only: bool = False, source: str = "ModelOpt quantisation config"
+    ) -> ModelOptFp4Config:
         """From the contents of ``hf_quant_config.json`` or of ``config.json``'s ``quantization_config``, flat or nested
         under ``quantization``.
 
+        Args:
+            source: what messages call the config.
+
         Raises:
-            CheckpointError: a value that is unknown or has another type than ModelOpt writes.
+            CheckpointError: a value that is unknown, contradicts another, or has another type than ModelOpt writes.
         """
-        section = _require(config.get("quantization", config), dict, "quantization")
+        section = require(config.get("quantization", config), dict, "quantization", source)
         algorithm = section.get("quant_algo")
         if not isinstance(algorithm, str):
-            raise CheckpointError(f"the ModelOpt quantisation config has no quant_algo (found {algorithm!r})")
-        _check_group_size(section, "quantization")
+            raise CheckpointError(f"{source}: it has no quant_algo (found {algorithm!r})")
+        algorithm = algorithm.upper()
+        check_keys_beside(config, section, source)
         table = section.get("quantized_layers")
         if isinstance(table, dict) and isinstance(table.get("quantized_layers"), dict):
             table = table["quantized_layers"]
         layers: dict[str, str] | None = None
-        if algorithm.upper() == "MIXED_PRECISION":
+        if algorithm == "MIXED_PRECISION":
             if not table:
-                raise CheckpointError("quant_algo MIXED_PRECISION needs a table quantized_layers; it is missing")
+                raise CheckpointError(
+                    f"{source}: quant_algo MIXED_PRECISION needs a table quantized_layers; it is missing"
+                )
             layers = {}
-            for name, entry in _require(table, dict, "quantized_layers").items():
-                entry = _require(entry, dict, f"quantized_layers.{name}")
-                _check_group_size(entry, f"quantized_layers.{name}")
+            for name, entry in require(table, dict, "quantized_layers", source).items():
+                entry = require(entry, dict, f"quantized_layers.{name}", source)
                 layers[name] = str(entry.get("quant_algo")).upper()
+        elif table:
+            raise CheckpointError(
+                f"{source}: quantized_layers names layers, but quant_algo {algorithm} means all of them; remove the "
+                "table or set quant_algo to MIXED_PRECISION"
+            )
         exclude = [
-            _require(pattern, str, key)
+            require(pattern, str, key, source)
             for key in EXCLUDE_KEYS
-            for pattern in _require(section.get(key) or [], list, key)
+            for pattern in require(section.get(key) or [], list, key, source)
         ]
         scheme = section.get("activation_scheme", "static")
         if scheme not in ("static", "dynamic"):
-            raise CheckpointError(f"activation_scheme {scheme!r} is not served; served are static and dynamic")
-        return cls(
-            quant_algo=algorithm.upper(),
+            raise CheckpointError(
+                f"{source}: activation_scheme {scheme!r} is not served; served are static and dynamic"
+            )
+        result = cls(
+            quant_algo=algorithm,
             exclude_modules=list(dict.fromkeys(exclude)),
             quantized_layers=layers,
-            kv_cache_quant_algo=_kv_cache_algorithm(section),
+            kv_cache_quant_algo=kv_cache_algorithm(section, source),
             dynamic_activations=scheme == "dynamic",
             weight_only=weight_only,
         )
+        check_layout(section, algorithm, "", source)
+        for name, one in (layers or {}).items():
+            check_entry(table[name], one, name, source)
+        check_groups(section, algorithm, layers, scheme == "dynamic", source)
+        return result
 
     @property
     def kv_cache_dtype(self) -> torch.dtype | None:
         return torch.float8_e4m3fn if self.kv_cache_quant_algo == "FP8" else None
 
     def activation_of(self, algorithm: str) -> Activation:
-        """How a layer of this NVFP4 algorithm treats its input."""
+        """How a layer of this algorithm treats its input."""
         if algorithm == "W4A16_NVFP4" or self.weight_only:
             return Activation.NONE
         return Activation.DYNAMIC if self.dynamic_activations else Activation.STATIC
@@ -141,9 +176,7 @@ class ModelOptFp4Config(QuantizationConfig):
         names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(leaf, [])] or [prefix]
         algorithms: dict[str, str | None] = {}
         if self.quantized_layers is not None:
-            for name in names:
-                found = (self.quantized_layers.get(spelling) for spelling in spellings(name))
-                algorithms[name] = next((algorithm for algorithm in found if algorithm), None)
+            algorithms = {name: self._in_table(name, self.quantized_layers) for name in names}
         else:
             excluded = self.exclude.match_parts(prefix, names)
             algorithms = {name: None if name in excluded else self.quant_algo for name in names}
@@ -153,63 +186,95 @@ class ModelOptFp4Config(QuantizationConfig):
         if algorithm is None:
             return UnquantizedLinearMethod()
         if algorithm == "FP8":
-            return Fp8LinearMethod()
+            return Fp8LinearMethod(self.activation_of(algorithm))
         return ModelOptFp4LinearMethod(self, algorithm)
 
+    def _in_table(self, name: str, table: Mapping[str, str]) -> str | None:
+        """The algorithm of a layer by its own name, or of a part of a fused layer by that of the fused layer."""
+        parent, _, leaf = name.rpartition(".")
+        fused = [f"{parent}.{f}".lstrip(".") for f, parts in self.packed_modules_mapping.items() if leaf in parts]
+        for spelling in (spelling for one in (name, *fused) for spelling in spellings(one)):
+            if spelling in table:
+                self._names_read.add(spelling)
+                return table[spelling]
+        return None
+
     def check_names(self, names: Collection[str]) -> None:
+        """Called when every layer has its method: an entry of the table that no layer has read by then is an error."""
         self.exclude.check_names(names)
         known = {spelling for name in names for spelling in spellings(name)}
         for name in self.quantized_layers or {}:
-            if name not in known and not may_be_absent(name):
+            if name in self._names_read:
+                continue
+            if name in known:
+                raise CheckpointError(
+                    f"the quantisation config's quantized_layers names {name}, which is no linear layer, or one that "
+                    "the table names otherwise too; name each linear layer once"
+                )
+            if not may_be_absent(name):
                 raise CheckpointError(f"the quantisation config's quantized_layers names {name}, which does not exist")
 
 
 def find_modelopt_config(
     hf_quant_config: Mapping[str, Any] | None, quantization_config: Mapping[str, Any] | None, weight_only: bool = False
 ) -> ModelOptFp4Config | None:
-    """The checkpoint's config from either place; None if neither is ModelOpt's.
+    """The checkpoint's config from either place; None if ``config.json`` has one that is not ModelOpt's, or if neither
+    place has one.
 
-    ``hf_quant_config.json`` wins over ``config.json``: it is the exporter's own file, the other a converted copy. A
-    disagreement is logged.
+    ``config.json`` says which tool's config counts. If it is ModelOpt's, ``hf_quant_config.json`` wins: it is the
+    exporter's own file, the other a converted copy. A disagreement is logged.
+
+    Raises:
+        CheckpointError: see :meth:`ModelOptFp4Config.from_config`; or ``config.json`` asks for dynamic activation
+            scales and ``hf_quant_config.json`` says nothing of them.
     """
-    found: list[ModelOptFp4Config] = []
-    if hf_quant_config is not None:
-        found.append(ModelOptFp4Config.from_config(hf_quant_config, weight_only))
-    if quantization_config is not None and str(quantization_config.get("quant_method", "")).startswith("modelopt"):
-        found.append(ModelOptFp4Config.from_config(quantization_config, weight_only))
-    if len(found) == 2 and _summary(found[0]) != _summary(found[1]):
+    if quantization_config and not _is_modelopt(quantization_config):
+        if hf_quant_config is not None:
+            logger.warning(
+                "%s is not read: the quant_method in %s is %r, not ModelOpt's.",
+                _OWN_FILE,
+                _IN_CONFIG,
+                quantization_config.get("quant_method"),
+            )
+        return None
+    own = None if hf_quant_config is None else ModelOptFp4Config.from_config(hf_quant_config, weight_only, _OWN_FILE)
+    if not quantization_config:
+        return own
+    if hf_quant_config is not None and _activation_scheme(hf_quant_config) is None:
+        scheme = _activation_scheme(quantization_config)
+        if scheme not in ("static", None):
+            raise CheckpointError(
+                f"{_IN_CONFIG}: activation_scheme is {scheme!r}, which {_OWN_FILE} does not say; write it there, as "
+                "that file is the one that counts"
+            )
+    copy = ModelOptFp4Config.from_config(quantization_config, weight_only, _IN_CONFIG)
+    if own is None:
+        return copy
+    if _summary(own) != _summary(copy):
         logger.warning(
-            "hf_quant_config.json and config.json's quantization_config disagree (%s, %s); the former is used",
-            _summary(found[0]),
-            _summary(found[1]),
+            "%s and %s disagree (%s, %s); the former is used", _OWN_FILE, _IN_CONFIG, _summary(own), _summary(copy)
         )
-    return found[0] if found else None
+    return own
+
+
+def _activation_scheme(config: Mapping[str, Any]) -> object:
+    section = config.get("quantization", config)
+    return section.get("activation_scheme") if isinstance(section, dict) else None
+
+
+def _is_modelopt(quantization_config: Mapping[str, Any]) -> bool:
+    method = quantization_config.get("quant_method")
+    if method is None:
+        section = quantization_config.get("quantization", quantization_config)
+        return isinstance(section, dict) and "quant_algo" in section
+    return str(method).startswith("modelopt")
 
 
 def _summary(config: ModelOptFp4Config) -> tuple[object, ...]:
-    return (config.quant_algo, sorted(config.exclude.patterns), config.quantized_layers, config.kv_cache_quant_algo)
-
-
-def _require(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, kind):
-        raise CheckpointError(f"quantisation config: {where} must be a {kind.__name__}, found {value!r}")
-    return value
-
-
-def _check_group_size(section: Mapping[str, Any], where: str) -> None:
-    size = section.get("group_size", BLOCK_SIZE)
-    if size not in (BLOCK_SIZE, None):
-        raise CheckpointError(
-            f"quantisation config: {where}.group_size is {size!r}; NVFP4 blocks are {BLOCK_SIZE} wide"
-        )
-
-
-def _kv_cache_algorithm(section: Mapping[str, Any]) -> str | None:
-    algorithm = section.get("kv_cache_quant_algo")
-    scheme = section.get("kv_cache_scheme")
-    if algorithm is None and scheme is not None:
-        scheme = _require(scheme, dict, "kv_cache_scheme")
-        if scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic"):
-            return "FP8"
-        raise CheckpointError(f"kv_cache_scheme {scheme} is not served; served is static FP8")
-    return None if algorithm is None else str(algorithm).upper()
+    return (
+        config.quant_algo,
+        sorted(config.exclude.patterns),
+        config.quantized_layers,
+        config.kv_cache_quant_algo,
+        "dynamic activation scales" if config.dynamic_activations else "static activation scales",
+    )

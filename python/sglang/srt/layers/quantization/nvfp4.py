@@ -15,7 +15,7 @@ from torch import nn
 
 from sglang.srt.errors import CheckpointError
 from sglang.srt.layers.fusion import Rows, Step, Then
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, register_weight
+from sglang.srt.layers.quantization.base_config import PACKED_MODULES, LinearMethodBase, register_weight
 from sglang.srt.layers.quantization.fp4_autotune import backends_for
 from sglang.srt.layers.quantization.fp4_utils import Target
 from sglang.srt.layers.quantization.nvfp4_linear import Activation as Activation  # importers take them from here
@@ -72,6 +72,29 @@ class TensorNames:
 
 MODELOPT_NAMES = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale")
 MODELOPT_AWQ_NAMES = replace(MODELOPT_NAMES, pre_quant_scale="pre_quant_scale")
+
+
+def _pre_quant_scale(layer: str, key: str, stored: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Factors on the input [parts, K]; None where they change nothing.
+
+    Raises:
+        CheckpointError: only some parts of the layer have them.
+    """
+    pre = stored[key]
+    absent = pre.isnan().any(dim=1).tolist()
+    if all(absent) or bool((pre == 1).all()):
+        return None
+    if any(absent):
+        parent, _, leaf = layer.rpartition(".")
+        parts = PACKED_MODULES.get(leaf, [])
+        named = [f"{parent}.{part}.{key}".lstrip(".") for part in parts]
+        named = named if len(named) == len(absent) else [f"{layer}.{key} of part {i}" for i in range(len(absent))]
+        missing = [name for name, lacks in zip(named, absent, strict=True) if lacks]
+        raise CheckpointError(
+            f"layer {layer}: the checkpoint lacks {', '.join(missing)}, while other parts of the layer have {key}; "
+            "store it for all of them or for none"
+        )
+    return pre
 
 
 def check_columns(layer: nn.Module, input_size_per_partition: int, input_size: int) -> None:
@@ -163,10 +186,11 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         for key, check in per_part.items():
             register_weight(layer, key, torch.full((parts,), float("nan"), dtype=torch.float32), check=check, **attrs)
         if self.names.pre_quant_scale:  # exporters fold it into the layer before, where there is one
-            ones = torch.ones(parts, input_size_per_partition, dtype=torch.float32)
+            # NaN is what an absent one keeps: a stored one of all 1 is not the same, where other parts have none.
+            unset = torch.full((parts, input_size_per_partition), float("nan"), dtype=torch.float32)
             check_pre = check_pre_quant_scale
             register_weight(
-                layer, self.names.pre_quant_scale, ones, input_dim=1, optional=True, check=check_pre, **attrs
+                layer, self.names.pre_quant_scale, unset, input_dim=1, optional=True, check=check_pre, **attrs
             )
         layer.nvfp4_part_sizes = tuple(output_partition_sizes)  # type: ignore[assignment]
         layer.nvfp4_dtype = params_dtype  # type: ignore[assignment]
@@ -175,7 +199,7 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
         """What the filled parameters say, in the multiply convention; the layer keeps them.
 
         Raises:
-            CheckpointError: a scale was not written or has an illegal value.
+            CheckpointError: a scale was not written (of the optional one: for some parts only) or has an illegal value.
         """
         names = self.names
         name = str(getattr(layer, "prefix", "") or type(layer).__name__)
@@ -207,8 +231,7 @@ class NvFp4LinearMethod(NvFp4LinearMethodBase):
             pair = (inverse, value) if names.reciprocal else (value, inverse)
             weight = replace(weight, input_scale=pair[0], input_scale_inv=pair[1])
         if names.pre_quant_scale:
-            pre = stored[names.pre_quant_scale]
-            weight = replace(weight, pre_quant_scale=None if bool((pre == 1).all()) else pre)
+            weight = replace(weight, pre_quant_scale=_pre_quant_scale(name, names.pre_quant_scale, stored))
         return weight
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -56,9 +56,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         groups: the config groups.
         ignore: names, globs and ``re:`` expressions of layers that are not quantised.
         fp8_kv_cache: the checkpoint asks for an FP8 KV cache.
-        weight_only: NVFP4 layers leave activations alone whatever the checkpoint says.
+        weight_only: leave activations alone whatever the checkpoint says, in FP8 layers too.
 
     Attributes:
+        algorithms: the groups' kinds in ModelOpt's words (see ``quant_algo``).
         quant_algo: the groups' common kind, in ModelOpt's words: NVFP4, W4A16_NVFP4, FP8 or MIXED_PRECISION; None if
             nothing is quantised.
     """
@@ -72,13 +73,16 @@ class CompressedTensorsConfig(QuantizationConfig):
         fp8_kv_cache: bool = False,
         weight_only: bool = False,
     ) -> None:
-        kinds = {_algorithm(group.scheme) for group in groups} - {None}
-        self.quant_algo = next(iter(kinds)) if len(kinds) == 1 else "MIXED_PRECISION" if kinds else None
+        kinds = {_algorithm(group.scheme) for group in groups}
+        self.algorithms = frozenset(kind for kind in kinds if kind is not None)
+        common = next(iter(self.algorithms)) if len(self.algorithms) == 1 else "MIXED_PRECISION"
+        self.quant_algo = common if self.algorithms else None
         if weight_only:
-            groups = [replace(group, scheme=_without_activations(group.scheme)) for group in groups]
+            groups = [replace(group, scheme=replace(group.scheme, activation=Activation.NONE)) for group in groups]
         self.groups = tuple(groups)
         self.ignore = tuple(Target(entry) for entry in ignore)
         self.fp8_kv_cache = fp8_kv_cache
+        self._asked: set[str] = set()
 
     @classmethod
     def get_name(cls) -> str:
@@ -152,27 +156,27 @@ class CompressedTensorsConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase:
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(leaf, [])] or [prefix]
+        self._asked.update(names)
         schemes = {name: self.scheme_of(name) for name in names}
         if len(set(schemes.values())) > 1:
             return SplitLinearMethod({name: str(scheme) for name, scheme in schemes.items()})
         return schemes[names[0]].method()
 
     def check_names(self, names: Collection[str]) -> None:
+        """Called when every layer has its method: only linear layers have asked for one, others can't be targets."""
         ModulePatterns(entry.text for entry in self.ignore if entry.text != LINEAR).check_names(names)
+        linears = self._asked or names
         for group in self.groups:
             for target in group.targets:
-                if may_be_absent(target.text) or any(target.rank(name, {}) is not None for name in names):
-                    continue
-                raise CheckpointError(
-                    f"the config group {group.name} targets {target.text!r}, which matches no layer of this model"
-                )
+                ranks = (target.rank(name, self.packed_modules_mapping) for name in linears)
+                if all(rank is None for rank in ranks) and (target.text in names or not may_be_absent(target.text)):
+                    raise CheckpointError(
+                        f"the config group {group.name} targets {target.text!r}, which matches no layer of this model "
+                        "that can be quantised; correct or remove the target"
+                    )
 
 
 def _algorithm(scheme: LayerScheme) -> str | None:
     if scheme == NOT_QUANTISED:
         return None
     return "W4A16_NVFP4" if scheme.kind == "NVFP4" and scheme.activation is Activation.NONE else scheme.kind
-
-
-def _without_activations(scheme: LayerScheme) -> LayerScheme:
-    return replace(scheme, activation=Activation.NONE) if scheme.kind == "NVFP4" else scheme
