@@ -54,3 +54,26 @@ def test_consolidated_files_are_left_out(tmp_path: Path) -> None:
     expected = load_file(TINY.with_name("tiny-llama-modelopt-w4a16") / "model.safetensors")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == expected.keys()
     assert not list((tmp_path / "out").glob("consolidated*"))
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_an_empty_folder_that_stays(mounted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to one, and a mount point, which can't be replaced."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    output = tmp_path / "out.v1"
+    output.symlink_to(folder)
+    rename = Path.rename
+
+    def busy(path: Path, to: Path) -> Path:
+        if to == folder:
+            raise OSError(16, "Device or resource busy")
+        return rename(path, to)
+
+    if mounted:
+        monkeypatch.setattr(Path, "is_mount", lambda path: path == folder)
+        monkeypatch.setattr(Path, "rename", busy)
+    quantize(TINY, output)
+    assert output.is_symlink() and not list(tmp_path.rglob("*incomplete*"))
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.json", "hf_quant_config.json", "model.safetensors"}

@@ -162,15 +162,20 @@ def quantize_checkpoint(
         measured = calibrate_input_amax(config.hf_config, reader, token_ids, device, show_progress=show_progress)
         input_amax = {name: measured[name] for name in quantized}  # parts of a fused layer have the same input
 
-    # A process that is killed leaves a folder whose name says so, without a config.json.
-    partial = target.with_name(f"{target.name}.incomplete-{os.getpid()}")
+    # What is killed leaves a folder whose name says so, without a config.json. A mount point can't be replaced.
+    mounted = target.is_mount()
+    partial = (target if mounted else target.parent) / f"{target.name}.incomplete-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         _write_shards(partial, shards, _converted(reader, weight_amax, input_amax, device), show_progress)
         for file in _files_to_copy(source):
             shutil.copy(file, partial / file.name)
         _write_configs(partial, source, scheme, excluded)
-        partial.rename(target)
+        if mounted:
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(target / file.name)
+        else:
+            partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise StartupError(f"--output {output}: writing failed: {error}") from error
     finally:
@@ -188,7 +193,7 @@ def quantize_checkpoint(
 
 
 def _check_output(output: str) -> Path:
-    target = Path(output).expanduser().absolute()
+    target = Path(output).expanduser().resolve()
     if target.is_dir() and any(target.iterdir()):
         raise ArgumentError(f"--output {output}: the folder is not empty; remove it or choose another")
     if target.exists() and not target.is_dir():
@@ -273,7 +278,7 @@ def _plan_shards(reader: CheckpointReader, quantized: Sequence[str]) -> list[lis
 
 
 def _check_disk_space(target: Path, needed: int) -> None:
-    folder = next(parent for parent in target.parents if parent.is_dir())
+    folder = next(folder for folder in (target, *target.parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StartupError(f"--output: {needed / 1e9:.1f} GB are needed in {folder}, {free / 1e9:.1f} GB are free")
