@@ -5,19 +5,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from fake_channel import FakeChannel
 from fake_scheduler import run_fake_scheduler
 from http_server_thread import FIXTURE, serve
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.runtime import Runtime
 from sglang.srt.errors import RequestError
-from sglang.srt.managers.io_struct import ControlReply, ToTokenizer, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import ControlReply, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.weight_update_request import UpdateWeightsRequest
@@ -171,18 +172,7 @@ def test_scheduler_dies_during_an_update() -> None:
             engine.generate(input_ids=[70], sampling_params={"max_new_tokens": 1})
 
 
-class FakeChannel:
-    """Keeps what is sent; the test answers."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def start(self, receive: Callable[[ToTokenizer], None]) -> None:
-        self.receive = receive
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
+class AnsweringChannel(FakeChannel):
     def answer(self, success: bool) -> None:
         self.receive(ControlReply(call_id=self.sent[-1].call_id, success=success, data={"message": "said"}))
 
@@ -198,7 +188,7 @@ def test_calls_whose_caller_goes_away() -> None:
     request = UpdateWeightsRequest(model_path="good", weight_version="9")
 
     async def main() -> None:
-        channel = FakeChannel()
+        channel = AnsweringChannel()
         runtime._manager = manager = TokenizerManager(runtime.tokenizer, 320, 256, channel)  # type: ignore[arg-type]
         manager.start()
         problems: list[Any] = []

@@ -9,26 +9,18 @@ from typing import Any
 
 import pytest
 
+from fake_channel import FakeChannel
 from http_server_thread import FIXTURE
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.generate_request import parse_generate_request
 from sglang.srt.managers.hf_tokenizer import encode, get_tokenizer
-from sglang.srt.managers.io_struct import BatchTokenIDOutput, ReqOutput, TokenizedGenerateReqInput, ToTokenizer
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, ReqOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager, last
 
 TOKENIZER = get_tokenizer(str(FIXTURE))
 
 
-class FakeChannel:
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def start(self, receive: Callable[[ToTokenizer], None]) -> None:
-        self.receive = receive
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
+class AnsweringChannel(FakeChannel):
     def answer(self, ids: list[int], reason: dict[str, Any] | None = None) -> None:
         """The newest request gets ``ids``."""
         request = next(m for m in reversed(self.sent) if isinstance(m, TokenizedGenerateReqInput))
@@ -43,9 +35,9 @@ class FakeChannel:
         self.receive(BatchTokenIDOutput(outputs=[out]))
 
 
-def run(test: Callable[[TokenizerManager, FakeChannel], Awaitable[None]]) -> None:
+def run(test: Callable[[TokenizerManager, AnsweringChannel], Awaitable[None]]) -> None:
     async def main() -> None:
-        channel = FakeChannel()
+        channel = AnsweringChannel()
         manager = TokenizerManager(TOKENIZER, 320, 256, channel)  # type: ignore[arg-type]
         manager.start()
         await asyncio.wait_for(test(manager, channel), 30)
@@ -68,7 +60,7 @@ def test_an_abort_while_tokenising(abort: dict[str, Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(tokenizer_manager, "_TOKENIZE_IN_THREAD", 0)
     monkeypatch.setattr(tokenizer_manager, "encode", slow)
 
-    async def test(manager: TokenizerManager, channel: FakeChannel) -> None:
+    async def test(manager: TokenizerManager, channel: AnsweringChannel) -> None:
         single, batch = start(manager, text="a", rid="victim"), start(manager, text=["a", "b"], rid="victim")
         await asyncio.sleep(0.01)
         manager.abort_request("somebody else")
@@ -100,7 +92,7 @@ def test_an_abort_of_one_sequence_while_its_grammar_is_compiled() -> None:
         async def prepare(self, params: Any) -> None:
             await self.go_on.wait()
 
-    async def test(manager: TokenizerManager, channel: FakeChannel) -> None:
+    async def test(manager: TokenizerManager, channel: AnsweringChannel) -> None:
         manager.grammars = grammars = Grammars()  # type: ignore[assignment]
         call = start(manager, text=["a", "b"], rid=["first", "second"], sampling_params={"regex": "x"})
         await asyncio.sleep(0.01)
@@ -118,7 +110,7 @@ def test_an_abort_of_one_sequence_while_its_grammar_is_compiled() -> None:
 
 
 def test_a_preparation_that_fails_is_forgotten() -> None:
-    async def test(manager: TokenizerManager, channel: FakeChannel) -> None:
+    async def test(manager: TokenizerManager, channel: AnsweringChannel) -> None:
         call = start(manager, text="", rid="x")
         with pytest.raises(Exception, match="empty"):
             await call
@@ -128,7 +120,7 @@ def test_a_preparation_that_fails_is_forgotten() -> None:
 
 
 def test_an_update_of_the_weights_aborts_what_runs_and_not_what_waits_for_it() -> None:
-    async def test(manager: TokenizerManager, channel: FakeChannel) -> None:
+    async def test(manager: TokenizerManager, channel: AnsweringChannel) -> None:
         running = start(manager, text="a")
         await asyncio.sleep(0.01)
         manager._no_update.clear()  # as another update does
@@ -155,7 +147,7 @@ def test_an_aborted_request_keeps_all_its_text(stop: str, text: str, cut: int, s
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     ids = ids[: len(ids) - cut]
 
-    async def test(manager: TokenizerManager, channel: FakeChannel) -> None:
+    async def test(manager: TokenizerManager, channel: AnsweringChannel) -> None:
         call = start(manager, text="a", sampling_params=params, stream=stream, rid="victim")
         await asyncio.sleep(0.01)
         channel.answer(ids)
