@@ -34,7 +34,7 @@ def test_control_c_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
-def test_results_that_could_not_be_written(tmp_path: Path) -> None:
+def test_results_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "results.jsonl"
     check_appendable(file)
     assert not file.exists()
@@ -44,3 +44,10 @@ def test_results_that_could_not_be_written(tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "absent" / "file"):
         with pytest.raises(ArgumentError, match=f"results can't be written to {bad}: "):
             check_appendable(bad)
+
+    def denied(path: Path) -> bool:  # as Path.exists does in a folder that may not be searched
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(ArgumentError, match="Permission denied"):
+        check_appendable(file)

@@ -38,8 +38,8 @@ def check_appendable(file: Path) -> None:
     Raises:
         ArgumentError: ``file`` can't be written to.
     """
-    new = not file.exists()
     try:
+        new = not file.exists()
         with file.open("a"):
             pass
         if new:
