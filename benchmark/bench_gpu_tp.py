@@ -88,17 +88,11 @@ async def logits(options: argparse.Namespace, folder: Path, tp: int, **arguments
         **arguments,
     )
     port_args = PortArgs.create()
-    rendezvous = replace(port_args.rendezvous, nnodes=nnodes)
+    port_args = msgspec.structs.replace(port_args, rendezvous=replace(port_args.rendezvous, nnodes=nnodes))
     with tempfile.TemporaryDirectory() as temporary:
         file = str(Path(temporary) / "logits.safetensors")
-        nodes = [
-            SchedulerProcesses(
-                partial(run_rank, options.tokens, file),
-                make_args(node_rank=node),
-                msgspec.structs.replace(port_args, rendezvous=rendezvous),
-            )
-            for node in range(nnodes)
-        ]
+        run = partial(run_rank, options.tokens, file)
+        nodes = [SchedulerProcesses(run, make_args(node_rank=node), port_args) for node in range(nnodes)]
         try:
             await asyncio.gather(*(node.ready() for node in nodes))
             return load_file(file)["logits"]
